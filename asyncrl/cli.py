@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,11 +77,18 @@ def _root(
         bool, typer.Option("--version", "-V", help="Print the version.")
     ] = False,
 ) -> None:
-    # An empty path would be the working directory.
-    if "" in sys.argv[1:]:
-        raise ConfigError(
-            "an argument is empty", way_out="set the shell variable that it came from."
-        )
+    for argument in sys.argv[1:]:
+        # An empty path would be the working directory.
+        if not argument:
+            raise ConfigError(
+                "an argument is empty",
+                way_out="set the shell variable that it came from.",
+            )
+        if re.search(r"(^|=|\[)~/", argument):
+            raise ConfigError(
+                f"~ in {argument} is not expanded",
+                way_out=f'write "{argument.replace("~", "$HOME")}".',
+            )
     if version:
         print_version()
         raise typer.Exit
@@ -478,10 +486,8 @@ def export(
     """
     from asyncrl.job.run_export import export_run
 
-    if len(paths) > 2:
-        raise typer.BadParameter(
-            f"export takes RUN_DIR and OUT, not {len(paths)} paths"
-        )
+    if len(paths) > 2 or (paths[-1] / "run.id").is_file():
+        raise typer.BadParameter("export takes RUN_DIR and OUT, and OUT is new")
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
     if samples != (min_reward is not None):
         raise typer.BadParameter("give both --samples and --min-reward, or neither")
@@ -710,8 +716,11 @@ def main() -> None:
                 app()
         except SystemExit as ended:
             # typer has printed click's error and only SystemExit is left, but its
-            # context still names the option.
-            option = getattr(ended.__context__, "option_name", None)  # of click's error
+            # context still names the option, or the missing argument.
+            error = ended.__context__
+            option = getattr(error, "option_name", None)
+            if type(error).__name__ == "MissingParameter":
+                option = getattr(getattr(error, "param", None), "metavar", None)
             if ended.code == 2 and (hint := usage_hint(option, sys.argv[1:])):
                 print(f"  Way out: {hint}", file=sys.stderr)
             raise
@@ -719,6 +728,15 @@ def main() -> None:
             if (module := (absent.name or "").split(".")[0]) not in OF_TRAIN:
                 raise
             raise without_train(module) from None
+        except OSError as error:
+            # Of a path that the user gave. Others are not expected.
+            given = [one for one in sys.argv[1:] if str(error.filename).startswith(one)]
+            if not given:
+                raise
+            raise ConfigError(
+                f"cannot use {error.filename}: {error.strerror}",
+                way_out=f"give another path than {given[0]}.",
+            ) from error
     except AsyncrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         _exit(error.exit_code)

@@ -60,6 +60,22 @@ version -> 0: asyncrl 0.
 -v -> 2: -V prints the version
 status docs -v -> 2: --verbose
 resume runs/x -> 2: write `asyncrl run runs/x/config.yaml --run-dir runs/x`
+run -> 2: `asyncrl init quickstart`
+sweep c.yaml -> 2: trainer.learning_rate=1e-5,3e-5
+stop -> 2: `asyncrl runs`
+launch c.yaml -> 2: name a YAML file
+help run -> 2: `asyncrl run --help`
+configs/quickstart.yaml run -> 2: `asyncrl run configs/quickstart.yaml`
+serve configs/quickstart.yaml -> 2: `asyncrl serve gateway configs/quickstart.yaml`
+run trainer.num_steps=3 c.yaml -> 2: write the config before its settings
+run configs/quickstart.yaml other.yaml -> 2: name one config
+run configs/quickstart.yaml --run-dir=~/r -> 2: write "--run-dir=$HOME/r"
+run configs/quickstart.yaml --set seed=3 -> 2: without --set
+run tests -> 2: model.path=tests
+run configs/quickstart.yaml -q -> 2: observe.console=none
+runs configs -> 0: no runs in configs; `asyncrl status configs`
+check pyproject.toml -> 2: give the path of a YAML file
+init quickstart --folder pyproject.toml -> 2: cannot use ... File exists ... Way out:
 tail runs/x -> 2: write `asyncrl watch ...`
 compare a b -> 2: write `asyncrl report ...`
 rm runs/x -> 2: write `asyncrl delete ...`
@@ -82,7 +98,7 @@ inspect docs -> 2: Way out:
 report docs -> 2: is not a run directory ... Way out:
 scale docs engines=2 -> 2: is not a run directory ... Way out:
 export docs out -> 2: is not a run directory ... Way out:
-export docs out more -> 2: not 3 paths
+export docs out more -> 2: takes RUN_DIR and OUT
 runs docs/none -> 2: there is no folder docs/none ... Way out:
 init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 """.strip().splitlines()

@@ -60,13 +60,15 @@ def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None
         ("trainer: {num_steps: 9}\n", "trainer appears twice, in lines 4 and 5"),
         ("seed: {a: 1, a: 1}\n", "a appears twice, in lines 5 and 5"),
         ("\tseed: 1\n", "indent line 5 with spaces"),
+        ("seed: 010\n", "YAML reads 010 in base 8 or 60; write it in base 10"),
+        ("rollout: {timeout_s: 1:30}\n", "YAML reads 1:30 in base 8 or 60"),
         (
             'generator: {stop: ["end", "\\uD83D"]}\n',
-            r"generator\.stop\.1 in .*good\.yaml is not valid Unicode: '\\ud83d'",
+            r"'\\ud83d' is not valid Unicode(.|\n)*good.yaml\", line 5, column 27",
         ),
         (
             'generator: {args: {"\\uD83D": "\\uD83D"}}\n',
-            r"a key of generator\.args in .*good\.yaml is not valid Unicode: '\\ud83d'",
+            r"'\\ud83d' is not valid Unicode(.|\n)*good.yaml\", line 5, column 20",
         ),
     ],
 )
@@ -75,6 +77,8 @@ def test_invalid_config_file_is_refused_with_the_place(
 ) -> None:
     good.write_text(GOOD + more)
     assert re.search(says, refusal(good))
+    good.write_text(GOOD, encoding="utf-16")
+    assert "save the file as UTF-8" in refusal(good)
     good.unlink()
     assert "No such file" in refusal(good)
 
@@ -82,6 +86,9 @@ def test_invalid_config_file_is_refused_with_the_place(
 def test_wrong_value_in_one_form_of_a_union_has_the_written_key(good: Path) -> None:
     assert "placement.trainer.nodes=0 on" in refusal(good, "placement.trainer.nodes=0")
     assert "rollout.num_engines.max=0 on" in refusal(good, "rollout.num_engines.max=0")
+    assert "config on" in refusal(good, "checkpoint.keep_best=true")
+    good.write_text(GOOD + "checkpoint: {keep_best: true}\n")
+    assert f"config in {good}" in refusal(good, "rollout.slots=8")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +141,12 @@ def test_the_written_config_is_read_back_with_its_types(
         '"a\\x85b\\u2028c"',
         "!!binary aGVsbG8=",
         "[1, 1.0]",
+        "1e-6",
+        "'1e-6'",
     ]
     overrides = [f"task.args.x{number}={value}" for number, value in enumerate(values)]
     config = load_config(good, [*overrides, "rollout.timeout_s=none"])
+    assert [config.task.args["x5"], config.task.args["x6"]] == [1e-6, "1e-6"]
     again = tmp_path / "again.yaml"
     again.write_text(run_config_yaml(config))
     assert repr(load_config(again)) == repr(config), (
@@ -173,6 +183,30 @@ def test_all_problems_are_reported_at_once_with_their_values(good: Path) -> None
         assert override.partition("=")[0] in message
     assert "buffer.max_stalenes" in message
     assert "write task.files=[mine.jsonl]" in message
+
+
+HINTS = """
+trainer=none -> leave it out for its defaults
+trainer.lora=no -> write none
+rollout.num_engines=few -> a section belongs there, with min, max
+model.chat_template_kwargs=x -> like model.chat_template_kwargs={name: value}
+trainer.learning_rate=1% -> a number belongs there, like 0.01
+trainer.num_steps= -> a number belongs there, like 100
+trainer.learning_rate=[1e-3, 1e-4] -> `asyncrl sweep` takes several
+trainer={num_steps: 1, num_steps: 2} -> num_steps appears twice
+task.files=[*.jsonl] -> *, $ and ~ are not expanded
+task.files=[${HOME}/a.jsonl] -> *, $ and ~ are not expanded
+placement={trainer: -> quote it, or the shell splits it
+task.reward=1.0 -> one function belongs there, as module:name
+"""
+
+
+@pytest.mark.parametrize("line", HINTS.strip().splitlines())
+def test_wrong_value_is_refused_with_the_kind_that_belongs_there(
+    good: Path, line: str
+) -> None:
+    wrong, hint = line.split(" -> ")
+    assert hint in refusal(good, wrong)
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "text\n", "model: hub/id\n"])

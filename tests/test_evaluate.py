@@ -72,3 +72,5 @@ def test_eval_refuses_what_it_cannot_score(tmp_path: Path) -> None:
         evaluate(config)
     with pytest.raises(ConfigError, match="is a config"):
         evaluate(config, step="3")
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        evaluate(tmp_path)

@@ -77,6 +77,11 @@ async def test_worker_continues_after_a_harness_error() -> None:
         ("agent", "interrupt", "its harness raised KeyboardInterrupt"),
         (
             "agent",
+            "no await",
+            r"no attribute 'choices'; is an `await` missing\? \(agents_for_test.py line",
+        ),
+        (
+            "agent",
             "cancellation",
             "generator.python=agents_for_test:agent raised CancelledError",
         ),

@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -23,6 +24,7 @@ from tiny_model import SHAPE
 
 from asyncrl import cli
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.user_code import load_object
 from asyncrl.config import load_config
 from asyncrl.config.load import load_sft
 from asyncrl.job.check import check_lines, validate
@@ -46,6 +48,8 @@ MODULE = """
     def fails(prompt, completion, answer): return 1 / len(completion)
     def each(prompt, completion, answer, *, sampled): return [1.0 for _ in sampled.token_ids]
     def raises(prompt, completion, answer): raise KeyError(answer)
+    def listed(prompt, completion, answer): return [1.0]
+    def huge(prompt, completion, answer): return 10**400
     def right(prompt, completion, answer): return 1.0 if completion == answer else None
     def pair(prompt, completion, answer): return 1.0, {"x": 1}
     def length(prompt, completion, answer): return float(len(answer) == len(completion))
@@ -60,6 +64,8 @@ MODULE = """
 """
 FOLDER = {
     "mine_here.py": MODULE,
+    "fails_here.py": "x = 1\nraise KeyError(x)",
+    "torn_here.py": "def score(:",
     "exits_here.py": "import sys\nsys.exit(0)",
     "leaves_here.py": "import os\nos._exit(0)",
     "leaves_later.py": "import os\ndef f(**_): os._exit(0)",
@@ -73,10 +79,12 @@ FOLDER = {
     "a_teacher/config.json": '{"model_type": "bloom"}',
     "refuses.jinja": "{{ raise_exception('no chats') }}",
     "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
-    "mixed.jsonl": '{"prompt": "abc", "answer": "a"}\n' * 30
+    "mixed.jsonl": "".join(f'{{"prompt": "{n}", "answer": "a"}}\n' for n in range(30))
     + '{"prompt": "abc", "answer": 5}\n{"prompt": "abc", "answer": null}\n',
     "system.jsonl": '{"prompt": [{"role": "system", "content": "abc"}, {"role": "user", "content": "abc"}], '
     '"answer": "a"}',
+    "repeats.jsonl": '{"prompt": "abc", "answer": "a"}\n' * 5,
+    "empty.jsonl": "",
     "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
 }
 FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "math"}
@@ -98,6 +106,15 @@ task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its
 task.python=none task.files=[rows.jsonl] task.reward=skips_here:x -> cannot be loaded: Skipped: old
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:pair -> returned (1.0, {'x': 1}) (tuple), not
 task.python=none task.files=[rows.jsonl] task.reward=./mine_here.py:same -> write task.reward=mine_here:same.
+task.python=none task.files=[rows.jsonl] task.reward=/else/x.py:f -> reward=x:f, and start asyncrl in /else.
+task.python=none task.files=[rows.jsonl] task.reward=fails_here:f -> Way out: correct fails_here.py line 2.
+task.python=none task.files=[rows.jsonl] task.reward=torn_here:f -> torn_here.py line 1.
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:listed -> returned 1 rewards for 0 sampled
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:huge -> returned 1000 ... 1e+18 at most
+task.python=none task.files=[empty.jsonl] task.reward=math -> the task has no prompts; it reads empty.jsonl
+task.python=none task.files=[rows.jsonl] task.reward=math task.split=b -> task.split=b is for task.dataset
+task.python=none task.dataset=rows.jsonl task.reward=math -> is a file ... write task.files=[rows.jsonl]
+task.python=none task.files=[rows.jsonl] task.reward=sys:score -> or correct the name.
 task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
 observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
 eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file
@@ -349,10 +366,13 @@ def test_ways_out_of_the_first_gpu_run_need_no_new_run() -> None:
     [
         (
             "mine_here:same",
-            "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell",
+            "warning: task: the reward mine_here:same does not tell",
         ),
         ("mine_here:fails", "ZeroDivisionError"),
-        ("mine_here:raises", "raises fails for each answer that was tried"),
+        (
+            "mine_here:raises",
+            "raises raised KeyError: 'a' (mine_here.py line 13) for each answer",
+        ),
         ("mine_here:changes", "{'a': 1.0, '': 0.0}\n"),
         ("mine_here:each", "{'a': 'one per token', '': 'one per token'}\nmodel: "),
         (
@@ -374,6 +394,17 @@ def test_check_shows_the_first_prompt_and_its_rewards(
     assert says in said, said
 
 
+def test_slow_import_of_user_code_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.base.progress.FIRST_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    text = "import sys\nwhile 'importing slow_here' not in sys.stderr.getvalue(): pass"
+    (here / "slow_here.py").write_text(text)
+    with pytest.raises(ConfigError, match="has no attribute 'f'"):
+        load_object("slow_here:f", "task.reward")
+
+
 ROWS = "task.python=none task.reward=mine_here:length task.files=[rows.jsonl]"
 HELD_OUT = "eval.num_prompts=2 eval.task.reward=mine_here:length eval.task.files=[FILE]"
 DOUBTED = f"""
@@ -381,6 +412,9 @@ trainer.lora={{rank: 4}} trainer.learning_rate=9e-6 -> 9e-06 hardly moves LoRA a
 trainer.lora={{rank: 4}} trainer.learning_rate=1e-5 ->
 trainer.learning_rate=0.011 -> 0.011 probably destroys the model: set it to 0.01
 trainer.lora={{rank: 4}} trainer.learning_rate=0.011 ->
+trainer.num_steps=8 trainer.warmup_steps=9 -> trainer.warmup_steps=9 is above the 8 steps of the run
+trainer.num_steps=4 trainer.epochs=2 trainer.warmup_steps=8 ->
+{ROWS.replace("rows", "repeats")} -> task: its 5 rows have 1 different prompts
 {ROWS} trainer.num_groups=3 -> num_groups=3: a step repeats some of the 2 rows
 {ROWS} trainer.num_groups=2 ->
 {ROWS} {HELD_OUT.replace("FILE", "rows.jsonl")} -> eval: its rows are also trained
@@ -395,8 +429,10 @@ def test_check_warns_of_what_trains_badly(line: str, here: Path) -> None:
     settings, words = line.split(" ->")
     path = write_config(here, trainer={"num_groups": 2})
     config = load_config(path, settings_of(settings))
-    said = [one for one in check_lines(config, single_node()) if "warning" in one]
+    lines = list(check_lines(config, single_node()))
+    said = [line for line in lines if "warning" in line]
     assert len(said) == bool(words), said
+    assert said == lines[len(lines) - len(said) :], "warnings are last"
     assert is_said(words, "\n".join(said))
 
 
@@ -405,11 +441,13 @@ def test_check_warns_of_demonstrations_that_train_badly(here: Path) -> None:
     rows.write_text('{"prompt": "abc", "completion": "a"}\n' * 3)
     config = load_sft(
         ROOT / "configs/sft.yaml",
-        [f"data.files=[{rows}]", f"data.eval_files=[{rows}]", "trainer.num_groups=4"],
+        [f"data.files=[{rows}]", f"data.eval_files=[{rows}]", "trainer.num_groups=4"]
+        + ["trainer.warmup_steps=16"],
     )
     said = "\n".join(check_lines(config, single_node()))
     assert "warning: trainer.num_groups=4: a step repeats some of the 3 rows" in said
     assert "warning: data.eval_files: its rows are also trained" in said
+    assert "warning: trainer.warmup_steps=16 is above the 15" in said
 
 
 def test_check_takes_a_config_json_alone_and_stops_at_a_silent_hub(

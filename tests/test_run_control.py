@@ -85,6 +85,11 @@ def test_stop_signals_no_process_that_only_a_file_names(
         stop_run(made(tmp_path / "run", **status))
 
 
+def test_stop_of_an_ended_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is done; a live run"):
+        stop_run(made(tmp_path / "run", state="done"))
+
+
 def test_delete_asks_and_removes_only_the_run(tmp_path: Path) -> None:
     runs = [made(tmp_path / name, state="done") for name in ("a", "b")]
     (tmp_path / "link").symlink_to(runs[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from asyncrl.job import loop
 from asyncrl.job.resume import ResumePoint, find_resume
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
+from asyncrl.tasks.sources import DataPin
 
 SCRATCH = CONFIG["model"]["scratch"]
 
@@ -282,6 +285,21 @@ def test_change_that_no_resume_can_make_is_refused_at_once(
         find_resume(run_dir, config, "auto", [*changed])
     assert words in str(caught.value)
     assert "asyncrl export" in caught.value.way_out
+
+
+def test_changed_rows_are_named_before_their_order(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "abc", "answer": "a"}\n')
+    task = {"python": None, "files": [str(rows)], "reward": "math"}
+    config = make_config(tmp_path / "first", task=task)
+    run_dir = killed_run(tmp_path / "run", config)
+    (run_dir / "run.id").write_text("r")
+    with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+        journal.execute("INSERT INTO meta VALUES ('order', '{}')")
+        journal.commit()
+    DataPin(run_dir, {"": "xxh3:of other rows"}).write()
+    with pytest.raises(ConfigError, match="the data of task have changed"):
+        loop.run_job(config, run_dir, name="again")
 
 
 def test_finished_run_that_is_started_again_ends_well(

@@ -67,7 +67,7 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
         (
             "a.jsonl",
             QUESTION,
-            "line 1 has no column prompt; its columns are question, answer",
+            "line 1 has no column prompt; its columns are \\['question', 'answer'\\]",
         ),
         ("a.jsonl", TORN, "a.jsonl cannot be read: .*line 3 is not a JSON object"),
         (
@@ -100,6 +100,11 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
             b'{"prompt": [{"role": "user", "content": "2+2?"},'
             b' {"role": "assistant", "content": "4"}], "answer": "4"}',
             "line 1, column prompt ends with the assistant's message '4'",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "[{\\"role\\": \\"user\\"}]", "answer": "4"}',
+            "line 1, column prompt is not a valid prompt",
         ),
         ("a.jsonl", QUESTION.decode().encode("utf-16-le"), "cannot be read: .*UTF-16"),
         ("a.json", b"[" * 100_000, "a.json cannot be read: RecursionError"),
@@ -263,7 +268,7 @@ def test_folder_is_read_as_a_dataset(tmp_path: Path) -> None:
     )
     assert [saved.prompt(i).answer for i in range(len(saved))] == ["4", "6"]
     with pytest.raises(
-        ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"
+        ConfigError, match=r"row 0 has no column q(.|\n)*'prompt', 'answer', 'level'"
     ):
         dataset_task(prompt_column="q")
     with pytest.raises(

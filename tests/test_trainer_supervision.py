@@ -17,7 +17,7 @@ from restored_cases import batch_at, weights_of
 from asyncrl.base.errors import ComponentError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import FirstStart, Server, Supervision
+from asyncrl.launch.supervise import FirstStart, Server, Supervision, summary_of
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.testing.virtual_time import run_virtual
@@ -322,3 +322,12 @@ def test_each_batch_is_in_the_weights_once(
         )
 
     live(story, num_ranks=num_ranks, state_at=state_at, max_restarts=100, backoff_s=0.0)
+
+
+def test_an_error_that_a_process_declares_is_shown_with_its_way_out() -> None:
+    declared = ComponentError("w", "task.answer is not given", way_out="set x=true.")
+    died = ComponentError(
+        "w", "exited with code 1; the end of its log:\n  x", way_out="y."
+    )
+    assert summary_of(declared) == "w: task.answer is not given (way out: set x=true)"
+    assert summary_of(died) == "w: exited with code 1"

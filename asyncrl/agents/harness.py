@@ -21,7 +21,7 @@ from asyncrl.base.errors import (
     RolloutTimeout,
 )
 from asyncrl.base.failures import FailureKind, kind_of_error
-from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
+from asyncrl.base.user_code import UserCalls, load_function, raised, shown
 from asyncrl.base.waits import within
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import kind_of
@@ -256,7 +256,7 @@ async def run_item(
                 item.attempt,
                 trace[:MAX_TRACE],
             )
-            what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
+            what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness {raised(error)}"
             error = RolloutFailure(
                 what,
                 way_out="the worker's log has the traceback.",

@@ -24,6 +24,7 @@ import uvloop
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 from asyncrl.base.host import exit_raises
+from asyncrl.base.progress import told_if_long
 
 
 def find_here() -> str:
@@ -40,28 +41,37 @@ def load_object(spec: str, setting: str) -> Any:
     if not module_name or not attribute:
         raise ConfigError(
             f"{setting}={spec} is not module:name",
-            way_out="write it like my_task:MyTask.",
+            way_out="write it like my_task:MyTask, for the class or function MyTask of my_task.py.",
         )
     if module_name.endswith(".py"):
-        dotted = module_name.removesuffix(".py").lstrip("./").replace("/", ".")
+        path = Path(module_name)
+        # A module outside the working directory has no dotted name.
+        is_outside = path.is_absolute() or ".." in path.parts
+        dotted = path.stem if is_outside else ".".join(path.with_suffix("").parts)
+        folder = f", and start asyncrl in {path.parent}" if is_outside else ""
         raise ConfigError(
             f"{setting}={spec} names a file, and a module belongs there",
-            way_out=f"write {setting}={dotted}:{attribute}.",
+            way_out=f"write {setting}={dotted}:{attribute}{folder}.",
         )
     here = find_here()
     try:
-        target: Any = importlib.import_module(module_name)
+        with told_if_long(f"importing {module_name}"):
+            target: Any = importlib.import_module(module_name)
         for name in attribute.split("."):
             target = getattr(target, name)
     except KeyboardInterrupt:  # Ctrl-C during a check
         raise
     except BaseException as error:  # user code may raise anything
-        file = getattr(sys.modules.get(module_name), "__file__", None)
+        module = sys.modules.get(module_name)
+        file = getattr(module, "__file__", None)
         found = f" ({module_name} is {file})" if file else ""
+        way_out = "start asyncrl in the module's folder, install the module, or correct the name."
+        if module is None and not isinstance(error, ModuleNotFoundError):
+            way_out = f"correct {_place_of_error(error)}."
         raise ConfigError(
             f"{setting}={spec} cannot be loaded: {message_of(error)}{found}",
             rule=f"modules are imported from the working directory ({here}) and installed packages",
-            way_out="start asyncrl in the module's folder, install the module, or correct the name.",
+            way_out=way_out,
         ) from error
     return target
 
@@ -114,10 +124,16 @@ def check_call(
 
 
 def raised(error: BaseException) -> str:
+    message = message_of(error)
+    hint = "; is an `await` missing?" if "'coroutine' object" in message else ""
+    return f"raised {message}{hint} ({_place_of_error(error)})"
+
+
+def _place_of_error(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno}"
     frame = _users_of(traceback.extract_tb(error.__traceback__))
-    return (
-        f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
-    )
+    return f"{Path(frame.filename).name} line {frame.lineno}"
 
 
 def message_of(error: BaseException) -> str:

@@ -34,8 +34,29 @@ _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
 
 
-class _KeysOnce(yaml.SafeLoader):
-    """Rejects duplicate keys in a mapping; YAML silently keeps the last."""
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+"""A number of YAML 1.2, such as 1e-6, which YAML 1.1 reads as text."""
+_OTHER_BASE = re.compile(r"[-+]?0[\d_]+$|.*:")
+"""A number that YAML 1.1 reads in base 8 (010 is 8) or 60 (1:30 is 90)."""
+_INT, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
+class _Loader(yaml.SafeLoader):
+    """Rejects duplicate keys in a mapping, where YAML silently keeps the last, and
+    numbers that YAML silently reads in base 8 or 60.
+    """
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        text: str = super().construct_scalar(node)
+        why = ""
+        if node.tag == _INT and _OTHER_BASE.match(text):
+            why = f"YAML reads {text} in base 8 or 60; write it in base 10"
+        # YAML may write half a character. Neither a JSON file nor a stop text can hold it.
+        if text.encode(errors="replace").decode() != text:
+            why = f"{text!r:.200} is not valid Unicode; write \\U0001F600, not two \\uD83D"
+        if why:
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+        return text
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
@@ -56,6 +77,14 @@ class _KeysOnce(yaml.SafeLoader):
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that _Loader would read as numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -166,23 +195,35 @@ def is_sft(values: object) -> bool:
 def _read_yaml(path: str | Path) -> object:
     try:
         with Path(path).open(encoding="utf-8") as file:
-            return yaml.load(file, _KeysOnce)
+            return yaml.load(file, _Loader)
     except (OSError, *_NO_YAML) as error:
+        way_out = _way_out_of(error, Path(path))
         raise ConfigError(
-            f"cannot read the config {path}: {error}", way_out=_way_out_of(error)
+            f"cannot read the config {path}: {error}", way_out=way_out
         ) from error
 
 
-def _way_out_of(error: Exception) -> str:
+def _way_out_of(error: Exception, path: Path) -> str:
     """Return what to do about a file that is not YAML."""
     mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return "give the path of a YAML file, like configs/quickstart.yaml."
+    if isinstance(error, UnicodeDecodeError):
+        return "save the file as UTF-8."
+    if "=" in path.name:
+        return f"write the config before its settings: CONFIG {path}."
+    if (path / "run.id").is_file():
+        return f"resume a run with `asyncrl run {path}/config.yaml --run-dir {path}`."
+    if path.is_dir():
+        return f"give the path of a YAML file; weights belong into it as model.path={path}."
+    if mark is None or path.suffix not in (".yaml", ".yml", ".json", ""):
+        return "give the path of a YAML file; `asyncrl init quickstart` writes quickstart.yaml."
     if "twice" in str(error):
         return "remove one of the two."
     if "\\t" in str(error):
         return f"indent line {mark.line + 1} with spaces: YAML takes no tabs."
-    rules = "keys of a section have equal indents, and a space follows each colon; quote texts with : or #"
+    rules = (
+        "keys of a section have equal indents, and a space follows each colon; quote texts with :, # or \\ "
+        "like 'this'"
+    )
     return f"correct line {mark.line + 1} or the one before: {rules}."
 
 
@@ -211,13 +252,6 @@ def checked(
         # needs the first, and the first the ones behind it.
         before = [one for one in overrides[:number][-1:] if one.endswith("=")]
         values = _with(values, override, [*before, *overrides[number : number + 3]])
-    # YAML may write half a character. Neither a JSON file nor a stop text can hold it.
-    for key, text in _texts(values):
-        if not text.isascii() and text.encode(errors="replace").decode() != text:
-            raise ConfigError(
-                f"{key} in {path} is not valid Unicode: {text!r:.200}",
-                way_out="write characters above U+FFFF as \\U0001F600, not as two \\uD83D.",
-            )
     try:
         return form.model_validate(values)
     except ValidationError as error:
@@ -230,36 +264,18 @@ def checked(
                 message = f"{lines[where][:-1]}, or{message}"
             lines[where] = message
         texts = [
-            f"{where} {_place(where, overrides, path)}{message}"
+            f"{where} {_place(where, message, overrides, path)}{message}"
             for where, message in lines.items()
         ]
         raise ConfigError(
             "\n  ".join(texts),
-            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` starts no run.",
+            way_out="correct the file or the key=value after it; `asyncrl keys KEY` describes a key, "
+            "`asyncrl check CONFIG` starts no run.",
         ) from error
 
 
-def _texts(values: object) -> Iterator[tuple[str, str]]:
-    """Yield each text in a config, names of keys included, with its key. YAML's aliases may put a list into
-    itself, or a list of lists a million times: each is read once.
-    """
-    waiting: list[tuple[str, object]] = [("", values)]
-    read = set[int]()
-    while waiting:
-        key, value = waiting.pop()
-        if isinstance(value, str):
-            yield key, value
-        elif isinstance(value, Mapping | list) and id(value) not in read:
-            read.add(id(value))
-            inner = value.items() if isinstance(value, Mapping) else enumerate(value)
-            for name, one in inner:
-                waiting.append((f"{key}.{name}".removeprefix("."), one))
-                # The next to be read: a place cannot be printed before its names are.
-                waiting.append((f"a key of {key or 'the top level'}", name))
-
-
 def run_config_yaml(config: RunConfig | SftConfig) -> str:
-    text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False)
     return f"{_WRITTEN_BY}{__version__}\n{text}"
 
 
@@ -274,15 +290,24 @@ def _with(values: object, override: str, around: Sequence[str]) -> object:
     )
     try:
         if not (separator and all(names) and key.split() == [key]):
-            if "/" in override and not separator:
+            if override.endswith((".yaml", ".yml")):
+                way_out = "name one config; settings of another belong into it."
+            elif "/" in override and not separator:
                 way_out = f"name the directory of a run with --run-dir {override}."
             if spaced := SPACED.search(" ".join(around)):
                 way_out = f"write {spaced[1]}={spaced[2]}, without spaces."
             raise ValueError("it is not key=value")
-        return _set(values, names, yaml.safe_load(text))
+        if set("*$") & set(text):
+            way_out = "write whole paths: *, $ and ~ are not expanded."
+        elif text.startswith(("{", "[")):
+            way_out = (
+                f"quote it, or the shell splits it at its spaces: '{key}={text} ...'."
+            )
+        return _set(values, names, yaml.load(text, _Loader))
     except (TypeError, *_NO_YAML) as error:
+        why = getattr(error, "problem", None) or str(error)
         raise ConfigError(
-            f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",
+            f"override {override[:80]!r} is not a key of a section with a YAML value: {why[:400]}",
             way_out=way_out,
         ) from error
 
@@ -323,12 +348,15 @@ def _called(entry: Any) -> str:
     return ""
 
 
-def _place(where: str, overrides: Sequence[str], path: str) -> str:
-    """Return where the value of `where`, such as "trainer.lora='true'", is written."""
+def _place(where: str, message: str, overrides: Sequence[str], path: str) -> str:
+    """Return where the value of `where`, such as "trainer.lora='true'", is written: of
+    several sections, a key that the message names.
+    """
     wrong = f"{where.partition('=')[0]}."
     for override in overrides:
         key = f"{override.partition('=')[0]}."
-        if key.startswith(wrong) or wrong.startswith(key):
+        is_named = where == "config" and key[:-1] in message
+        if is_named or key.startswith(wrong) or wrong.startswith(key):
             return "on the command line"
     return f"in {path}"
 
@@ -354,13 +382,22 @@ def _explain(
     if kind == "missing":
         return where, " is missing."
     message = located(str(problem["msg"]), where)
+    if kind in ("int_parsing", "float_parsing", "int_type", "float_type"):
+        example = "100" if kind.startswith("int") else "0.01 or 1e-6"
+        message = f"a number belongs there, like {example}, without a unit, comma or %"
+    if kind in ("int_type", "float_type") and isinstance(value, list):
+        message += "; `asyncrl sweep` takes several, with commas and without brackets"
     if kind in ("list_type", "tuple_type") and isinstance(value, str):
-        words = shlex.split(value) if where.endswith("command") else [value]
-        message = f"a list belongs there: write {where}=[{', '.join(words)}]"
+        words = [] if value == "none" else re.split(r", ?", value)
+        if where.endswith("command"):
+            is_of_shell = any(mark in value for mark in "|&;<>$`")
+            words = ["sh", "-c", value] if is_of_shell else shlex.split(value)
+        text = yaml.dump(words, Dumper=_Dumper, default_flow_style=True, width=10**6)
+        message = f"a list belongs there: write {where}={text.strip()}"
     elif kind in ("model_type", "dict_type"):
         message = _section_hint(where, value, form)
     elif kind == "string_type" and where.endswith("reward"):
-        message = "one function belongs there: write one that calls them and adds their rewards"
+        message = "one function belongs there, as module:name; it may call others and add their rewards"
     elif value == "None":
         message += "; write none for no value"
     return f"{where}{'' if isinstance(value, dict) else f'={value!r}'}", f": {message}."
@@ -368,9 +405,19 @@ def _explain(
 
 def _section_hint(where: str, value: object, form: type[BaseModel]) -> str:
     """Return how to write a section in place of a value."""
-    section = section_of(dict(_fields(form))[where]) if where != "config" else None
-    if section is None:
+    if where == "config":
         return "sections belong there: `asyncrl init quickstart` writes a config to begin with"
+    info = dict(_fields(form))[where]
+    section, forms = section_of(info), get_args(info.annotation)
+    if section is None:
+        return f"names and values belong there, like {where}={{name: value}}"
+    if forms and type(None) not in forms:
+        return f"a section belongs there, with {', '.join(section.model_fields)}"
+    if value in (None, "none", False, "false"):
+        way_out = (
+            "write none" if type(None) in forms else "leave it out for its defaults"
+        )
+        return f"a section belongs there: {way_out}"
     first, *_ = section.model_fields
     written = "" if value in (True, "true") else f"{first}: {value}"
     if where == "placement":
@@ -406,23 +453,27 @@ def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
     """Return what to write instead of an invalid command or of `option`, or an empty
     text.
     """
-    if option == "--resume":
-        return "--resume takes auto, never or must; auto, the default, resumes the run in --run-dir."
     if option is None:
         command, *rest = arguments or [""]
+        if command == "serve" and rest:
+            command = rest[0]
+        if command.endswith((".yaml", ".yml")):
+            return (
+                f"write `asyncrl run {command}`, or `asyncrl serve gateway {command}`."
+            )
         known = COMMANDS.get(command)
         if known is None:
             return ""
         # The hint for a run is a whole command, with the run that was named.
         known = known.replace("RUN", rest[0]) if rest else known
-        more = "" if "--run-dir" in known else " ..."
+        more = "" if "--" in known else " ..."
         return f"write `asyncrl {known}{more}`; `asyncrl --help` lists the commands."
     if option in OPTIONS:
         return OPTIONS[option]
     key = option.strip("-")
     ours = key if key in all_keys() else _closest(key.replace("-", "_"))
     text = " ".join(arguments).partition(option)[2].strip("= ").partition(" ")[0]
-    return f"settings have no dashes: write {ours}={text or 'VALUE'}." if ours else ""
+    return f"write {ours}={text or 'VALUE'} after the config." if ours else ""
 
 
 def all_keys(form: type[BaseModel] = RunConfig) -> list[str]:

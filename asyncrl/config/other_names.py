@@ -12,7 +12,7 @@ def _by_their_name(table: str) -> dict[str, str]:
 
 
 COMMANDS = _by_their_name("""
-run: train fit start launch finetune grpo ppo rl
+run: train fit start finetune grpo ppo rl
 check: validate verify dry-run plan
 runs: list ls
 status: show
@@ -20,7 +20,8 @@ inspect: samples
 report: plot compare diff
 watch: dashboard tensorboard tail logs follow
 export: merge save convert
-keys: config settings help
+keys: config settings
+RUN --help: help man
 init: new create
 work: worker
 stop: kill cancel interrupt pause
@@ -31,9 +32,23 @@ run RUN/config.yaml --run-dir RUN: resume continue restart
 """)
 
 OPTIONS = {
+    "--resume": "--resume takes auto, never or must; auto, the default, resumes the run in --run-dir.",
     "--dry-run": "`asyncrl check CONFIG` validates a config and starts nothing.",
     "--config": "write the config without --config: asyncrl run CONFIG.",
     "-c": "write the config without -c: asyncrl run CONFIG.",
+    "--debug": "RUN_DIR/logs has all messages; `asyncrl status --verbose` shows waits and queues.",
+    "-q": "write observe.console=none after the config.",
+    "--quiet": "write observe.console=none after the config.",
+    "--format": "an export is a Hugging Face folder, for transformers, vLLM and peft.",
+    "-o": "write --run-dir RUN_DIR.",
+    "--follow": "`asyncrl watch RUN_DIR` shows a live run.",
+    "--set": "write settings without --set: KEY=VALUE after the config.",
+    "--override": "write settings without --override: KEY=VALUE after the config.",
+    "CONFIG": "name a YAML file; `asyncrl init quickstart` writes quickstart.yaml.",
+    "CONFIG|RUN_DIR": "name a YAML file, or a run of `asyncrl runs`.",
+    "RUN_DIR": "name a run of `asyncrl runs`.",
+    "KEY=A,B,C...": "write values like trainer.learning_rate=1e-5,3e-5 after the config.",
+    "quickstart|gsm8k|agent": "write `asyncrl init quickstart`.",
     "-v": "--verbose belongs to `asyncrl status`; -V prints the version.",
 }
 

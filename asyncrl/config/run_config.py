@@ -429,10 +429,10 @@ class RunConfig(FrozenConfig):
             {task.held_out_rows for task in tasks if task.held_out_fraction}
             for tasks in (self.tasks.values(), evaluated)
         )
-        if evaluated and held_out != measured:
+        if held_out != measured:
             yield (
-                "task.split={eval: ...} holds out rows for `eval`, and eval.task names others; remove "
-                "eval.task, or task.split"
+                "task.split={eval: ...} holds out rows for `eval`, which is absent or names others; set "
+                "eval={}, without a task, or remove task.split"
             )
         for name, one in self.evals.items():
             if one.sampling.is_cut and not self.rollout.facts.reports_supports:

@@ -263,6 +263,8 @@ class TaskConfig(FrozenConfig):
             yield f"give exactly one of .{', .'.join(names)} (given: {given})"
         if self.held_out_fraction and not (self.files or self.dataset):
             yield f".split={{eval: {self.held_out_fraction}}} is for rows of .files or .dataset; remove it"
+        if self.given("split") and not (self.held_out_fraction or self.dataset):
+            yield f".split={self.split} is for .dataset; remove it, or name other files"
         if self.answer_column == self.prompt_column:
             yield (
                 f".answer_column={self.answer_column} is the prompt column, too; set .answer_column=none, "

@@ -87,6 +87,7 @@ async def build(
     digests = {
         name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
     }
+    data_pin = DataPin(lifecycle.run_dir, digests, is_free=point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.add_epoch_nowait)
     # Before any process is started.
     if (order := await journal.read_note("order")) is not None:
@@ -97,7 +98,6 @@ async def build(
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date
     )
-    data_pin = DataPin(lifecycle.run_dir, digests, is_free=point.may_change_data)
 
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
     factory = ServerFactory(

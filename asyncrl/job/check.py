@@ -41,7 +41,12 @@ from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.engines.reward_client import find_label
 from asyncrl.job.checkpoint_callback import load_callback
-from asyncrl.job.config_warnings import digests_of, find_warnings, tried_prompts
+from asyncrl.job.config_warnings import (
+    digests_of,
+    find_warnings,
+    repeats_of,
+    tried_prompts,
+)
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers, reach_servers
 from asyncrl.launch.machine import Node, find_worker_python
@@ -75,12 +80,12 @@ from asyncrl.tasks.rewards import (
     UserCodeFailed,
     call,
     call_async,
+    check_spans,
     optional,
     score_of,
 )
 from asyncrl.tasks.sources import (
     EvalTask,
-    build_task,
     look_at_task,
     make_prompt_source,
     take_prompts,
@@ -121,10 +126,24 @@ class Found:
 
 
 def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
-    """Yield what `asyncrl check` prints. Raises ConfigError."""
-    if isinstance(config, SftConfig):
-        yield from _check_sft(config, nodes)
-        return
+    """Yield what `asyncrl check` prints, warnings last. Raises ConfigError."""
+    is_sft = isinstance(config, SftConfig)
+    check: Callable[..., Iterator[str]] = _check_sft if is_sft else _check_run
+    doubts = list[str]()
+    try:
+        for line in check(config, nodes):
+            if line.startswith("warning: "):
+                doubts.append(line)
+            else:
+                yield line
+    except ConfigError:
+        yield from doubts  # They may explain the error.
+        raise
+    # Above the plan nobody would read them.
+    yield from doubts
+
+
+def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     extra = extra_servers(config)
     config, resolved = resolve_auto(config, nodes, extra)
     own = [other.model for other in extra_models(config).values()]
@@ -142,7 +161,8 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
         digests_of(found.tasks).values(),
         digests_of(evals),
     )
-    yield from (f"warning: {text}" for text in doubts)
+    trained = {key_of("task", name): task for name, task in found.tasks.items()}
+    yield from (f"warning: {text}" for text in [*doubts, *repeats_of(trained)])
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
@@ -201,7 +221,10 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
             yield f"data.{key}: {rows.summary}"
             yield from (f"warning: {text}" for text in rows.warnings(tokenizer))
         trained = {digests.pop("data.files")}
-        doubts = find_warnings(config.trainer, num_rows, trained, digests)
+        num_steps = config.data.epochs * (num_rows or 1) // config.trainer.num_groups
+        known = {"num_steps": config.trainer.num_steps or num_steps}
+        trainer = config.trainer.model_copy(update=known)
+        doubts = find_warnings(trainer, num_rows, trained, digests)
         yield from (f"warning: {text}" for text in doubts)
         # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
         # plan counts it.
@@ -245,10 +268,12 @@ def _try_prompt(
     ):
         what = f"{source} {faults[0]}"
         raise ConfigError(
-            what, rule="a reward is one finite number", way_out="correct the function."
+            what,
+            rule="a reward is one finite number",
+            way_out="return a number for each completion, such as 1.0.",
         )
     elif len(faults) == len(texts):
-        yield f"warning: {source} fails for each answer that was tried; is it right?"
+        yield f"warning: {source} {faults[0]} for each answer that was tried: such rollouts fail"
     elif [] not in rewards and len({*map(str, rewards)}) < len(texts):
         yield f"warning: {source} does not tell the two answers apart; is it right?"
     else:
@@ -299,6 +324,8 @@ def try_reward(
                 result = call(function, prompt, given, asked)
                 if isinstance(result, Awaitable):
                     result = asyncio.run(call_async(result, given))
+                if isinstance(result, list) and not takes_group:
+                    check_spans(result, num_tokens=0)
             except UnreadableAnswer:
                 result = 0.0
             except UserCodeFailed as failure:
@@ -444,26 +471,21 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         more: str = "",
     ) -> PromptTask | None:
         taskset = partial(load_taskset, generator.verifiers or "", generator.args)
+        is_evaluated = key.startswith("eval")
         try:
             task, text = look_at_task(
                 settings,
                 seed,
                 load_taskset=taskset,
-                is_evaluated=key.startswith("eval"),
+                is_evaluated=is_evaluated,
+                reads_all=reads_all,
             )
         except ConfigError as error:
-            section = key if key.startswith("task") else f"{key}.task"
+            section = f"{key}.task" if is_evaluated else key
             error.what = TASK_KEYS.sub(section, error.what)
             error.way_out = TASK_KEYS.sub(section, error.way_out)
             raise
         found.lines.append(f"{key}: {text}{more}")
-        if task is None and reads_all:
-            return build_task(
-                settings,
-                seed,
-                load_taskset=taskset,
-                is_evaluated=key.startswith("eval"),
-            )
         return task
 
     total = sum(config.shares.values())

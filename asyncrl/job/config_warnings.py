@@ -32,11 +32,25 @@ def find_warnings(
         yield f"{rate} probably destroys the model: set it to {HIGHEST_RATE:g} or less"
     if trainer.lora is not None and trainer.learning_rate < LOWEST_LORA_RATE:
         yield f"{rate} hardly moves LoRA adapters: set it to {LOWEST_LORA_RATE:g} or more"
+    num_steps = trainer.num_steps * trainer.mini_batches * trainer.epochs
+    if trainer.warmup_steps > num_steps:
+        yield (
+            f"trainer.warmup_steps={trainer.warmup_steps} is above the {num_steps} steps of the run, so the "
+            "rate never reaches trainer.learning_rate: lower it"
+        )
     if num_rows is not None and trainer.num_groups > num_rows:
         yield f"trainer.num_groups={trainer.num_groups}: a step repeats some of the {num_rows} rows"
     for key, digest in held_out.items():
         if digest in trained:
             yield f"{key}: its rows are also trained, so it measures memory; hold rows out"
+
+
+def repeats_of(tasks: Mapping[str, PromptTask]) -> Iterator[str]:
+    """Yield a warning for each task in which most rows repeat the prompt of another."""
+    for key, task in tasks.items():
+        if isinstance(task, RowTask) and 2 * task.num_prompts < len(task):
+            num = task.num_prompts
+            yield f"{key}: its {len(task)} rows have {num} different prompts: remove repeated rows"
 
 
 def digests_of(tasks: Mapping[str, PromptTask]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from asyncrl.job.lifecycle import Lifecycle, new_run_dir
 from asyncrl.job.run_export import export_run
 from asyncrl.job.serve import make_scorers, open_agents, opened_lifecycle, start_engines
 from asyncrl.launch.fork_server import serving
-from asyncrl.observe.run_dir import CONFIG_FILE
+from asyncrl.observe.run_dir import CONFIG_FILE, read_config
 
 Scores = dict[str, Any]
 """An evaluation: its name, policy_version, num_prompts, interval_95, and the metrics of
@@ -42,6 +42,7 @@ def evaluate(
     """
     target = Path(target)
     if target.is_dir():
+        read_config(target)  # refuses a folder without a run
         config = load_config(target / CONFIG_FILE, overrides)
         # On the disk of the runs: the weights may be larger than /tmp.
         parent = target.resolve().parent

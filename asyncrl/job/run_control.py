@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
@@ -32,10 +32,9 @@ def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
     status = _status_of(run_dir)
     pid = _controller(run_dir / LOCK_FILE)
     if pid is None:
-        state, why = judge_state(status, run_dir)
         raise ConfigError(
-            f"no process of this machine runs {run_dir}: it is {state}; {why}",
-            rule="a run is stopped on the host of its controller",
+            f"no process of this machine runs {run_dir}: it is {_described(status, run_dir)}",
+            rule="a live run is stopped on the host of its controller",
             way_out=f"`asyncrl status {run_dir}` shows its state and host; a live run is stopped there.",
         )
     os.kill(pid, signal.SIGTERM)
@@ -43,8 +42,11 @@ def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
     with told_if_long(f"waiting for process {pid}"):
         while is_locked(run_dir / LOCK_FILE):
             time.sleep(POLL_S)
-    state, why = judge_state(_status_of(run_dir), run_dir)
-    tell(f"{run_dir} is {state}; {why}")
+    tell(f"{run_dir} is {_described(_status_of(run_dir), run_dir)}")
+
+
+def _described(status: Mapping[str, object], run_dir: Path) -> str:
+    return "; ".join(filter(None, judge_state(status, run_dir)))
 
 
 def _controller(lock: Path) -> int | None:
@@ -70,13 +72,13 @@ def delete_run(
     """
     folder = run_dir.resolve()
     status = _status_of(folder)
-    state, why = judge_state(status, folder)
+    state, _ = judge_state(status, folder)
     # The lock of another host may not be seen here. Then only the status tells of the
     # run, and its state is unknown.
     may_live = status.get("state") in ("starting", "running") and state != "crashed"
     if may_live or is_locked(folder / LOCK_FILE):
         raise ConfigError(
-            f"{folder} is {state}; {why}",
+            f"{folder} is {_described(status, folder)}",
             rule="a live run is not deleted",
             way_out=f"stop it first: `asyncrl stop {run_dir}`.",
         )

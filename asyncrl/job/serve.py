@@ -418,7 +418,7 @@ async def try_rollouts(
         head = f"[{num_ended}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
             lifecycle.log.info(
-                f"{head} {how_failed(result.num_attempts)}: {result.failure.what}"
+                f"{head} {how_failed(result.num_attempts)}: {result.failure}"
             )
             return
         # A reward of a whole group needs its siblings, which are not kept here.

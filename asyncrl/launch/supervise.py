@@ -395,8 +395,13 @@ class FirstStart(Supervisor):
 
 
 def summary_of(lost: errors.AsyncrlError) -> str:
-    """Return the error's first line, without the end of a log that death() appends."""
-    return lost.what.splitlines()[0].split("; the end of ")[0]
+    """Return the error's first line: without the end of a log that death() appends, or
+    with the way out of an error that the process has declared.
+    """
+    first, _, log = lost.what.splitlines()[0].partition("; the end of ")
+    return (
+        first if log or not lost.way_out else f"{first} (way out: {lost.way_out[:-1]})"
+    )
 
 
 @dataclass(slots=True)

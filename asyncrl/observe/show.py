@@ -111,7 +111,11 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
         row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
         row["size"] = f"{row.pop('size_bytes') / 1e6:,.1f} MB"
         row["written"] = f"{numbers.duration(row.pop('age_s'))} ago"
-    return to_text(table(rows)) if rows else f"no runs in {folder}"
+    return (
+        to_text(table(rows))
+        if rows
+        else f"no runs in {folder}; `asyncrl status {folder}` describes a run"
+    )
 
 
 def _written_s(run_dir: Path) -> float:

@@ -148,12 +148,6 @@ class TaskPrompts:
         label: str = "",
         by_difficulty: bool = False,
     ) -> None:
-        self._name = type(task).__name__
-        if len(task) == 0:
-            raise ConfigError(
-                f"the task {self._name} has no prompts",
-                way_out="give it data with one prompt or more.",
-            )
         self._task = task
         self._system_prompt = system_prompt
         self.label = label
@@ -163,7 +157,7 @@ class TaskPrompts:
         )
 
     def make(self, epoch: int, index: int) -> Prompt:
-        place = f"prompt {index} of {self._name}"
+        place = f"prompt {index} of {type(self._task).__name__}"
         try:
             with user_code():
                 content = self._task.prompt(index)

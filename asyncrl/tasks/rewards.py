@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.base.errors import RewardFailure
 from asyncrl.base.failures import FailureKind, kind_of_error
@@ -254,11 +254,11 @@ def as_reward(value: object) -> Reward:
             number = value.item()
     if not isinstance(number, float | numbers.Real):
         raise _wrong_type(value, "a number")
-    reward = float(number)
-    # Not `abs(reward) > ...`, which is false for nan.
-    if not abs(reward) <= LARGEST_NUMBER:
-        raise _corrupt(f"{reward}; rewards are finite, and {LARGEST_NUMBER:g} at most")
-    return reward
+    # Not `abs(number) > ...`, which is false for nan.
+    if not abs(cast(float, number)) <= LARGEST_NUMBER:
+        limit = f"rewards are finite, and {LARGEST_NUMBER:g} at most"
+        raise _corrupt(f"{number!s:.80}; {limit}")
+    return float(number)
 
 
 def _wrong_type(value: object, expected: str) -> UserCodeFailed:

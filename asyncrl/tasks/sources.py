@@ -100,26 +100,33 @@ def look_at_task(
     *,
     load_taskset: LoadTaskset | None = None,
     is_evaluated: bool = False,
+    reads_all: bool = False,
 ) -> tuple[PromptTask | None, str]:
     """Return the task and its description before the start. The task is None if only
-    the run may read it. Raises like build_task.
+    the run may read it, which `reads_all`. Raises like build_task.
     """
-    if config.verifiers and load_taskset is not None:
+    if config.verifiers and load_taskset is not None and not reads_all:
         return (
             None,
             f"verifiers {type(load_taskset(config.args)).__name__} (its tasks are read when the run starts)",
         )
-    if config.dataset is not None and not os.path.exists(config.dataset):  # noqa: PTH110
+    is_on_hub = config.dataset is not None and not os.path.exists(config.dataset)  # noqa: PTH110
+    if is_on_hub and not reads_all:
         reward_function(config)
         return (
             None,
             f"dataset {config.dataset}, split {config.split_of_dataset}; not checked: it is on the hub",
         )
-    task = build_task(config, seed, is_evaluated=is_evaluated)
-    # Only because it refuses a task without prompts.
-    TaskPrompts(task, seed=seed, shuffle=config.shuffle)
+    task = build_task(
+        config, seed, load_taskset=load_taskset, is_evaluated=is_evaluated
+    )
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
+    if len(task) == 0:
+        raise ConfigError(
+            f"the task has no prompts; it reads {source or 'no file'}",
+            way_out="give it data with one prompt or more.",
+        )
     digest = f", digest {task.digest}" if isinstance(task, RowTask) else ""
     return task, f"{source}, {len(task)} prompts{digest}"
 
@@ -230,7 +237,8 @@ def read_files(
         if reader is None or not os.path.isfile(path):  # noqa: PTH113
             raise ConfigError(
                 f"{key}: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
-                way_out="write the whole path, without ~, $ and *; convert other files to .jsonl.",
+                way_out="write the whole path of each file, without ~, $ and *; convert other files to "
+                ".jsonl.",
             )
         try:
             rows |= reader(path)
@@ -240,7 +248,8 @@ def read_files(
             # of many kinds: OverflowError for a date after 9999, unknown time zones
             raise ConfigError(
                 f"{key}: {path} cannot be read: {message_of(error)}",
-                way_out="correct the file, or convert it to parquet.",
+                way_out="correct the file; .jsonl has a JSON object on each line, .json also one array of "
+                "objects.",
             ) from error
     return [*rows.values()], [*rows].__getitem__
 
@@ -318,6 +327,12 @@ def read_dataset(
     `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data
     files. Raises ConfigError, with keys of the `section`.
     """
+    if os.path.isfile(name):  # noqa: PTH113
+        raise ConfigError(
+            f"{section}.dataset={name} is a file",
+            rule="a dataset is a hub id or a folder",
+            way_out=f"write {section}.files=[{name}], and {section}.dataset=none.",
+        )
     import datasets
     from datasets.features.features import _visit
 

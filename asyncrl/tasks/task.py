@@ -95,11 +95,11 @@ def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
     """Return the chat messages of a prompt's content; `where` names it in errors.
     Raises ConfigError.
     """
-    chat = (
-        [{"role": "user", "content": content}]
-        if isinstance(content, str) and content
-        else content
+    # Messages that were written as a text would be one message of the user.
+    is_text = isinstance(content, str) and not content.startswith(
+        ("[{'role'", '[{"role"')
     )
+    chat = [{"role": "user", "content": content}] if content and is_text else content
     try:
         return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
     except ValidationError as error:
@@ -147,6 +147,8 @@ class RowTask:
     config: TaskConfig
     is_evaluated: bool = False
     digest: str = field(init=False)
+    num_prompts: int = field(init=False, default=0)
+    """Different prompts."""
     _kept: list[int] = field(init=False, default_factory=list)
     """Places in `rows`."""
 
@@ -158,6 +160,7 @@ class RowTask:
         """Return the digest of the rows. Raises ConfigError."""
         digest = xxhash.xxh3_128()
         prompt_column = self.config.prompt_column
+        prompts = set[int]()
         place = "the first row"
         try:
             for index, row in enumerate(self.rows):
@@ -166,7 +169,7 @@ class RowTask:
                 for column in (prompt_column, self.config.answer_column):
                     if column is not None and column not in row:
                         raise ConfigError(
-                            f"{place} has no column {column}; its columns are {', '.join(map(str, row))}",
+                            f"{place} has no column {column}; its columns are {list(row)}",
                             way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
                         )
                 where = f"{place}, column {prompt_column}"
@@ -187,6 +190,7 @@ class RowTask:
                 if self._has(messages):
                     self._kept.append(index)
                     digest.update(encoded)
+                    prompts.add(hash(str(messages)))
                 # A dataset decodes the next row in the head of this loop. If that
                 # fails, the error must already name the next row.
                 place = f"the row after {place}"
@@ -197,6 +201,7 @@ class RowTask:
                 f"{place} cannot be used: {message_of(error)}",
                 way_out="correct it, name another column, or remove a column that is not used.",
             ) from error
+        self.num_prompts = len(prompts)
         fraction, num_rows = self.config.held_out_fraction, len(self.rows)
         if fraction and len(self._kept) in (0, num_rows):
             raise ConfigError(

@@ -117,6 +117,7 @@ RESULTS: dict[str, Any] = {
     "text": "good",
     "not finite": Outcome(1.0, {"loss": math.nan}),
     "error": ZeroDivisionError("by \ud800 zero"),
+    "no await": AttributeError("'coroutine' object has no attribute 'choices'"),
     "unspeakable": UnspeakableError(),
     "interrupt": KeyboardInterrupt(),
     "cancellation": asyncio.CancelledError(),
