@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.files import run_lock
 from asyncrl.base.progress import told_if_long
 from asyncrl.observe.run_dir import (
@@ -25,9 +25,12 @@ from asyncrl.observe.run_dir import (
 POLL_S = 0.5
 
 
-def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
+def stop_run(
+    run_dir: Path, tell: Callable[[str], None] = print, *, timeout_s: float = 600.0
+) -> None:
     """Send SIGTERM to the controller of a run, and wait until it has saved and ended.
-    Raises ConfigError if no process of this machine writes into the directory.
+    Raises ConfigError if no process of this machine writes into the directory, and
+    ComponentError if it has not ended after `timeout_s`.
     """
     status = _status_of(run_dir)
     pid = _controller(run_dir / LOCK_FILE)
@@ -40,11 +43,25 @@ def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
         )
     os.kill(pid, signal.SIGTERM)
     tell(f"asked process {pid} to finish its step and save; Ctrl-C ends only this wait")
+    end_s = time.monotonic() + timeout_s
     with told_if_long(f"waiting for process {pid}"):
         while is_locked(run_dir / LOCK_FILE):
+            if time.monotonic() >= end_s:
+                raise _still_there(run_dir, pid, timeout_s)
             time.sleep(POLL_S)
     state, why = judge_state(_status_of(run_dir), run_dir)
     tell(f"{run_dir} is {state}; {why}")
+
+
+def _still_there(run_dir: Path, pid: int, timeout_s: float) -> ComponentError:
+    return ComponentError(
+        f"process {pid}",
+        f"has not ended {timeout_s:g} s after SIGTERM",
+        rule=f"it ends after its step and a checkpoint; `asyncrl status {run_dir}` shows "
+        "what it waits for",
+        way_out="repeat the command: a second SIGTERM ends the process without a checkpoint. If the "
+        f"process stays, `kill -9 {pid}`. A resume loses nothing either way.",
+    )
 
 
 def _controller(lock: Path) -> int | None:
