@@ -86,14 +86,12 @@ async def _live(lifecycle: Lifecycle, scores: list[Scores]) -> int:
     make = partial(make_scorers, lifecycle, tokenizer)
     for held_out in make_held_out(config, pool, tokenizer, agents, found.evals, make):
         num_prompts = len(held_out.prompts)
-        stage = f"sampling {num_prompts} prompts {held_out.name}".rstrip()
-        lifecycle.log.activity(stage)
-        # Its lines have the number of samples, so the stage is not repeated.
+        lifecycle.log.activity(f"sampling {num_prompts} prompts {held_out.name}")
+        # The lines below have the number of samples, so the stage is not repeated.
         lifecycle.log.current_activity = ""
         num_samples = num_prompts * held_out.config.samples
-        with told_if_long(f"{stage}, samples", num_samples) as work:
-            # The engines have loaded the weights at their start, and call them version
-            # 0.
+        with told_if_long("sampled", num_samples) as work:
+            # The engines have loaded the weights at their start, as version 0.
             result = await held_out.evaluate(0, work.count)
         if not result.samples:
             raise ComponentError("eval", f"no sample was scored: {result.last_failure}")

@@ -47,21 +47,15 @@ def stop_run(
     with told_if_long(f"waiting for process {pid}"):
         while is_locked(run_dir / LOCK_FILE):
             if time.monotonic() >= end_s:
-                raise _still_there(run_dir, pid, timeout_s)
+                raise ComponentError(
+                    f"process {pid}",
+                    f"has not ended {timeout_s:g} s after SIGTERM",
+                    way_out="repeat the command: a second SIGTERM ends it without a checkpoint. If it "
+                    f"stays, `kill -9 {pid}`. A resume loses nothing either way.",
+                )
             time.sleep(POLL_S)
     state, why = judge_state(_status_of(run_dir), run_dir)
     tell(f"{run_dir} is {state}; {why}")
-
-
-def _still_there(run_dir: Path, pid: int, timeout_s: float) -> ComponentError:
-    return ComponentError(
-        f"process {pid}",
-        f"has not ended {timeout_s:g} s after SIGTERM",
-        rule=f"it ends after its step and a checkpoint; `asyncrl status {run_dir}` shows "
-        "what it waits for",
-        way_out="repeat the command: a second SIGTERM ends the process without a checkpoint. If the "
-        f"process stays, `kill -9 {pid}`. A resume loses nothing either way.",
-    )
 
 
 def _controller(lock: Path) -> int | None:
