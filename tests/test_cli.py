@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 import yaml
 
 from asyncrl.cli import app
+from asyncrl.config import load_any
 
 ROOT = Path(__file__).parent.parent
 RUN_LINES = """
@@ -131,6 +135,35 @@ def test_commands_work_without_torch() -> None:
         assert returned == int(code), (arguments, said)
         assert all(words in said for words in says.split(" ... ")), (arguments, said)
         assert "Traceback" not in err
+
+
+def commands_below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    for word, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands_below(one, f"{name} {word}")
+        else:
+            yield f"{name} {word}", one
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [*commands_below(typer.main.get_command(app), "asyncrl")]
+)
+def test_help_ends_with_examples_that_parse(name: str, command: Any) -> None:
+    for _ in range(2):
+        shown = command.get_help(command.make_context(name, [], resilient_parsing=True))
+    _, examples = shown.split("  For example:\n")
+    assert 1 <= len(examples.splitlines()) <= 3
+    for line in examples.splitlines():
+        assert line.startswith(f"    {name}")
+        words = shlex.split(line)[len(name.split()) :]
+        given = command.make_context(name, words).params
+        path = given.get("config", given.get("target"))
+        if path is None or path.parts[0] == "runs":
+            continue
+        changes = given.get("overrides") or []
+        for choice in given.get("choices") or []:
+            changes.append(choice.partition(",")[0])
+        load_any(ROOT / path, changes)
 
 
 def test_install_page_lists_the_commands_without_an_extra() -> None:

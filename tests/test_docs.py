@@ -214,6 +214,23 @@ def test_defaults_compared_with_other_frameworks_are_ours(framework: str) -> Non
     assert [row for row in rows if ours[row[2]] != row[3]] == []
 
 
+@pytest.mark.slow
+def test_script_of_trl_trains(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (script,) = blocks_of("TRL", "python")
+    for theirs, ours in (
+        ('"Qwen/Qwen3-0.6B"', f'"{tiny_model_dir}"'),
+        ('"examples/', f'"{ROOT}/examples/'),
+        ("max_steps=200", "max_steps=1, use_cpu=True"),
+        ("max_completion_length=128", "max_completion_length=4"),
+    ):
+        assert theirs in script
+        script = script.replace(theirs, ours)
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=500
+    )
+    assert (tmp_path / "runs/capitals/checkpoint-1/model.safetensors").is_file()
+
+
 @pytest.mark.xdist_group("trl")
 @pytest.mark.filterwarnings(
     "ignore:.gradient_checkpointing. is deprecated:FutureWarning"

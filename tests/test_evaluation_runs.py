@@ -240,9 +240,11 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
         Prompt("0/2", ({"role": "user", "content": "far too long"},)),
         *PROMPTS[3:5],
     ]
+    sampled = list[None]()
     result = await held_out_of(
         engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0
-    ).evaluate(0)
+    ).evaluate(0, lambda: sampled.append(None))
+    assert len(sampled) == 10, "failed samples count"
     assert [prompt_id for prompt_id, _ in result.samples] == ["0/0", "0/4", "0/4"]
     assert result.num_failed == 7
     assert (

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator, ValidationError
 from printed_texts import parse
 
 from asyncrl.config import load_config
 from asyncrl.launch.cluster_file import FILES, cluster_file
 
 ROOT = Path(__file__).parent.parent
+RAY_JOB = Draft202012Validator(
+    yaml.safe_load((ROOT / "tests/rayjob_schema.yaml").read_text())
+)
 SIZES = {
     "gsm8k-qwen2.5-7b-2x8gpu": (2, 8),
     "gsm8k-qwen2.5-7b-8gpu": (1, 8),
@@ -35,6 +39,7 @@ def script_and_size(kind: str, text: str) -> tuple[str, int, int]:
     if kind == "skypilot":
         cards = found["resources"].get("accelerators", "none:0")
         return found["run"], found["num_nodes"], int(cards.split(":")[1])
+    RAY_JOB.validate(found)
     cluster = found["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     (workers,) = cluster["workerGroupSpecs"]
@@ -74,6 +79,24 @@ def test_launch_file_starts_the_run_on_nodes_of_its_size(kind: str, name: str) -
     assert started.launcher.startswith("ray")
     launcher = f"launcher={started.launcher}"
     assert started == load_config(config, [*OVERRIDES, launcher])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("rayClusterSpec:", "rayClusterSpecs:"),
+        ("backoffLimit: 3", 'backoffLimit: "3"'),
+        ("  mode: token", "  mode: tokens"),
+        ("rayStartParams: {}", "rayStartParams: {num-cpus: 8}"),
+        ("minReplicas:", "minReplica:"),
+        ("        template:", "        podTemplate:"),
+    ],
+)
+def test_schema_of_the_ray_job_refuses_mistakes(right: str, wrong: str) -> None:
+    text = cluster_file("kuberay", ROOT / "configs/gsm8k-qwen2.5-7b-2x8gpu.yaml", [])
+    assert right in text
+    with pytest.raises(ValidationError):
+        RAY_JOB.validate(yaml.safe_load(text.replace(right, wrong)))
 
 
 def test_job_of_a_running_cluster_starts_its_config() -> None:

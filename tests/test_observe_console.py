@@ -119,8 +119,10 @@ def test_only_long_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     assert told.empty()
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
-    with told_if_long("long work"):
-        assert re.fullmatch(r"long work \.\.\. \d+ s", told.get(timeout=60))
+    with told_if_long("long work", 8) as work:
+        assert re.fullmatch(r"long work: 0 of 8 \.\.\. \d+ s", told.get(timeout=60))
+        work.count()
+    assert work.line(1.0) == "long work: 1 of 8 ... 1 s, about 7 s left"
 
 
 def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

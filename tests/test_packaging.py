@@ -131,9 +131,17 @@ def install(venv: Path, *what: str, shares_packages: bool = False) -> None:
     subprocess.run(pip, check=True, timeout=840, env=environ)
 
 
-def run_python(*arguments: str, **environ: str) -> None:
-    command = [sys.executable, *arguments]
-    subprocess.run(command, cwd=ROOT, env=os.environ | environ, timeout=500, check=True)
+def run_python(*arguments: str, **environ: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=500,
+        check=True,
+    )
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -258,7 +266,8 @@ def test_names_are_unique_across_folders() -> None:
 
 
 def test_setup_writes_the_bytecode_of_a_run() -> None:
-    run_python("scripts/import_run.py", PYTHONDONTWRITEBYTECODE="")
+    said = run_python("scripts/import_run.py", PYTHONDONTWRITEBYTECODE="").splitlines()
+    assert re.search(rf": 1 of {len(said)}, torch$", said[0])
     code = """
 import importlib, sys
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from threading import Event
 
 import pytest
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.job.run_control import delete_run, stop_run
 
 CONTROLLER = """
@@ -74,6 +75,16 @@ def test_stop_waits_until_the_run_has_saved(
         stopping.result(timeout=60)
     assert f"process {process.pid} " in told[0]
     assert told[1] == f"{run_dir} is interrupted; interrupted by SIGTERM"
+
+
+def test_stop_ends_its_wait_for_a_process_that_does_not_end(tmp_path: Path) -> None:
+    run_dir = made(tmp_path / "run", state="running", updated_s=0)
+    with controlled(run_dir) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ComponentError, match="has not ended 0.1 s after") as raised:
+            stop_run(run_dir, lambda _: None, timeout_s=0.1)
+    assert raised.value.component == f"process {process.pid}"
+    assert f"`kill -9 {process.pid}`" in raised.value.way_out
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "another"])

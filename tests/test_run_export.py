@@ -323,9 +323,15 @@ def test_card_names_what_the_model_was_made_of(
     is_on_hub = licence == "apache-2.0"
     commit = "0" * 40
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / commit
+    is_of_a_run = licence == "other"
     place = snapshot if is_on_hub else tmp_path / "base"
+    place = tmp_path / "first/final" if is_of_a_run else place
     base = shutil.copytree(made.config.model.path or "", place)
     values = yaml.safe_load((made.path / "config.yaml").read_text())
+    if is_of_a_run:
+        first = values | {"model": values["model"] | {"path": "some/model"}}
+        (tmp_path / "first/config.yaml").write_text(yaml.safe_dump(first))
+        (tmp_path / "first/run.id").touch()
     values["task"] |= {"size": 1000, "python": None, **task}
     values["model"]["path"] = "some/model" if is_on_hub else str(base)
     (made.path / "config.yaml").write_text(yaml.safe_dump(values))
@@ -344,6 +350,8 @@ def test_card_names_what_the_model_was_made_of(
     assert front.get("datasets") == (["openai/gsm8k"] if datasets else None)
     assert (out / "LICENSE").exists() == (licence != "unknown")
     name = "some/model" if is_on_hub else "base"
+    name = "some/model after first" if is_of_a_run else name
+    assert f"# {name}, 2 steps of reinforcement learning" in card
     fixed = [f"| base model | {name} |", "| learning rate | 0.003, constant |"]
     for row in [*fixed, *rows, f"| licence | {licence}: see the base model |"]:
         assert row in card

@@ -64,7 +64,6 @@ TAKEN = (
 NOT_PROVOKED = {
     "{} was written by asyncrl {}, and this is {}: {}": "test_older_runs.py",
     "cannot read the config {}: {}": "a file without settings; test_config.py",
-    "{} in {} is not valid Unicode: {}": "test_config.py",
     "it is not key=value": "the end of the refusal of an override",
     "there are several; say which one, and its key: {}": "the end of such a refusal",
     "no setting, section or meaning has {}{}": "of asyncrl keys; test_cli.py",

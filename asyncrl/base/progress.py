@@ -15,31 +15,37 @@ EVERY_S = 30.0
 
 @dataclass(slots=True)
 class LongWork:
-    """Work that may take long. Its owner sets `part`, the fraction that is done."""
+    """Work that may take long. Its owner counts `num_done`, of `total` if it is known."""
 
     text: str
-    part: float = 0.0
+    total: int = 0
+    num_done: int = 0
+
+    def count(self) -> None:
+        self.num_done += 1
 
     def line(self, spent_s: float) -> str:
         """Describe the work after `spent_s`.
 
         >>> LongWork("reading rows").line(5)
         'reading rows ... 5 s'
-        >>> LongWork("reading rows", part=0.2).line(35)
-        'reading rows ... 35 s, about 140 s left'
+        >>> LongWork("reading rows", total=100, num_done=20).line(35)
+        'reading rows: 20 of 100 ... 35 s, about 140 s left'
         """
-        line = f"{self.text} ... {spent_s:.0f} s"
-        if self.part == 0:
+        share = f": {self.num_done} of {self.total}" if self.total else ""
+        line = f"{self.text}{share} ... {spent_s:.0f} s"
+        if self.num_done == 0:
             return line
-        return f"{line}, about {spent_s / self.part - spent_s:.0f} s left"
+        left_s = spent_s * (self.total - self.num_done) / self.num_done
+        return f"{line}, about {left_s:.0f} s left"
 
 
 @contextlib.contextmanager
-def told_if_long(text: str) -> Iterator[LongWork]:
+def told_if_long(text: str, total: int = 0) -> Iterator[LongWork]:
     """Print a line about the work in this block after FIRST_S seconds, and then every
     EVERY_S seconds. Short work prints nothing.
     """
-    work = LongWork(text)
+    work = LongWork(text, total)
     has_ended = threading.Event()
     started_s = time.monotonic()
 

@@ -430,9 +430,12 @@ class RunConfig(FrozenConfig):
             for tasks in (self.tasks.values(), evaluated)
         )
         if held_out != measured:
+            why, way_out = "is absent", "add a section eval"
+            if self.evals:
+                why, way_out = "names other rows", "remove eval.task"
             yield (
-                "task.split={eval: ...} holds out rows for `eval`, which is absent or names others; set "
-                "eval={}, without a task, or remove task.split"
+                f"task.split={{eval: ...}} holds out rows for `eval`, which {why}; {way_out}, or "
+                "remove task.split"
             )
         for name, one in self.evals.items():
             if one.sampling.is_cut and not self.rollout.facts.reports_supports:

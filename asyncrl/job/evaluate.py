@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.host import hide_memory
+from asyncrl.base.progress import told_if_long
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import name_of_config
@@ -87,8 +88,12 @@ async def _live(lifecycle: Lifecycle, scores: list[Scores]) -> int:
     for held_out in make_held_out(config, pool, tokenizer, agents, found.evals, make):
         num_prompts = len(held_out.prompts)
         lifecycle.log.activity(f"sampling {num_prompts} prompts {held_out.name}")
-        # The engines have loaded the weights at their start, and call them version 0.
-        result = await held_out.evaluate(0)
+        # The lines below have the number of samples, so the stage is not repeated.
+        lifecycle.log.current_activity = ""
+        num_samples = num_prompts * held_out.config.samples
+        with told_if_long("sampled", num_samples) as work:
+            # The engines have loaded the weights at their start, as version 0.
+            result = await held_out.evaluate(0, work.count)
         if not result.samples:
             raise ComponentError("eval", f"no sample was scored: {result.last_failure}")
         scores.append(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.base.files import run_lock
 from asyncrl.base.progress import told_if_long
 from asyncrl.observe.run_dir import (
@@ -25,9 +25,12 @@ from asyncrl.observe.run_dir import (
 POLL_S = 0.5
 
 
-def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
+def stop_run(
+    run_dir: Path, tell: Callable[[str], None] = print, *, timeout_s: float = 600.0
+) -> None:
     """Send SIGTERM to the controller of a run, and wait until it has saved and ended.
-    Raises ConfigError if no process of this machine writes into the directory.
+    Raises ConfigError if no process of this machine writes into the directory, and
+    ComponentError if it has not ended after `timeout_s`.
     """
     status = _status_of(run_dir)
     pid = _controller(run_dir / LOCK_FILE)
@@ -39,8 +42,16 @@ def stop_run(run_dir: Path, tell: Callable[[str], None] = print) -> None:
         )
     os.kill(pid, signal.SIGTERM)
     tell(f"asked process {pid} to finish its step and save; Ctrl-C ends only this wait")
+    end_s = time.monotonic() + timeout_s
     with told_if_long(f"waiting for process {pid}"):
         while is_locked(run_dir / LOCK_FILE):
+            if time.monotonic() >= end_s:
+                raise ComponentError(
+                    f"process {pid}",
+                    f"has not ended {timeout_s:g} s after SIGTERM",
+                    way_out="repeat the command: a second SIGTERM ends it without a checkpoint. If it "
+                    f"stays, `kill -9 {pid}`. A resume loses nothing either way.",
+                )
             time.sleep(POLL_S)
     tell(f"{run_dir} is {_described(_status_of(run_dir), run_dir)}")
 

@@ -27,6 +27,7 @@ from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkp
 from asyncrl.journal.read import reading
 from asyncrl.launch.plan import find_architecture
 from asyncrl.observe.run_dir import (
+    ID_FILE,
     SUMMARY_FILE,
     journal_path,
     read_config,
@@ -300,9 +301,10 @@ def _write_card(
         datasets=[name for name in names if name and HUB_ID.fullmatch(name)] or None,
         license=licence,
     )
+    name = _model_name(base if config.model.path else None)
     trainer = config.trainer
     rows = {
-        "base model": "random weights" if config.model.scratch else _shown(base),
+        "base model": name,
         "data": _shown(sources),
         "reward": _shown(
             [one["reward"] or "of the task" for one in sources if "reward" in one]
@@ -315,7 +317,7 @@ def _write_card(
     oldest = max(steps.values("sample/staleness_max"), default=0.0)
     writer = writer_of(run_dir / "config.yaml") or __version__
     what = "supervised fine-tuning" if is_sft else "reinforcement learning"
-    text = f"""# {base if is_on_hub else Path(base).name}, {version} steps of {what}
+    text = f"""# {name}, {version} steps of {what}
 
 {"Adapters" if adapter else "Weights"} of policy_version {version}, in {config.model.dtype}, trained with
 asyncrl {writer}: {steps.total("tokens/trained"):,.0f} trained tokens"""
@@ -356,6 +358,19 @@ def _shown(value: object) -> str:
         return ", ".join(map(_shown, value))
     name = str(value)
     return name if HUB_ID.fullmatch(name) else Path(name).name
+
+
+def _model_name(path: str | None) -> str:
+    """Return the name of a model, without its path: of a model that a run trained, also
+    the name of the run.
+    """
+    if path is None:
+        return "random weights"
+    folder = Path(path)
+    if folder.name == FINAL and (folder.parent / ID_FILE).is_file():
+        base = read_config(folder.parent).model.path
+        return f"{_model_name(base)} after {folder.parent.name}"
+    return folder.name if folder.is_dir() else _shown(path)
 
 
 def _licence_of(base: Path, folder: Path) -> str:

@@ -329,7 +329,7 @@ def _gap(evidence: _Evidence) -> Iterator[_Finding]:
     if gap > GAP_WARNING:
         yield _Finding(
             f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})",
-            "check model.dtype and the engine's version",
+            "check model.dtype and the engine's version (with float32 rounding goes, a fault stays)",
         )
 
 

@@ -142,9 +142,11 @@ class HeldOut:
             self.newest = version
         return is_due
 
-    async def evaluate(self, version: int) -> EvalResult:
+    async def evaluate(
+        self, version: int, on_sampled: Callable[[], None] = lambda: None
+    ) -> EvalResult:
         """Return all samples, in prompt order. Raises ComponentError if the engine is
-        lost.
+        lost. `on_sampled` is called after each.
         """
         self.broken.clear()
         runner = RolloutRunner(
@@ -164,10 +166,14 @@ class HeldOut:
             for number, prompt in enumerate(self.prompts)
             for index in range(self.config.samples)
         ]
-        runs = (
-            runner.run(each, slots=slots, order=(place,))
-            for place, each in enumerate(attempts)
-        )
+
+        async def run(place: int, attempt: RolloutAttempt) -> Rollout | FailedRollout:
+            try:
+                return await runner.run(attempt, slots=slots, order=(place,))
+            finally:
+                on_sampled()
+
+        runs = itertools.starmap(run, enumerate(attempts))
         # return_exceptions: all rollouts have ended before an error is raised.
         # Otherwise the others would sample on.
         outcomes = await asyncio.gather(*runs, return_exceptions=True)

@@ -153,7 +153,7 @@ class RowTask:
     """Places in `rows`."""
 
     def __post_init__(self) -> None:
-        with told_if_long(f"checking {len(self.rows)} rows of the task") as work:
+        with told_if_long("checking the rows of the task", len(self.rows)) as work:
             self.digest = self._check_rows(work)
 
     def _check_rows(self, work: LongWork) -> str:
@@ -165,7 +165,7 @@ class RowTask:
         try:
             for index, row in enumerate(self.rows):
                 place = self.place(index)
-                work.part = index / len(self.rows)
+                work.num_done = index
                 for column in (prompt_column, self.config.answer_column):
                     if column is not None and column not in row:
                         raise ConfigError(
