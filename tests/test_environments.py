@@ -18,7 +18,7 @@ import pytest
 import yaml
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import environment, read_lines
-from test_harness_openenv import Server
+from openenv_served import Server
 from test_harness_verifiers import last_turn, text_of, tool_call
 
 from asyncrl.agents import Outcome, Session, Task

@@ -366,7 +366,7 @@ def harness_of(planted: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def openenv_server() -> Iterator[Any]:
-    from test_harness_openenv import Server
+    from openenv_served import Server
 
     server = Server("text")
     try:

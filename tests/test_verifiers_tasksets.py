@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from framework_venv import framework
 from gateway_cases import ScriptedEngine, gateway_world
+from openenv_served import Server
 from test_environments import ROOT, adds, resources
-from test_harness_openenv import Server, framework
 from test_harness_verifiers import last_turn, text_of
 
 from asyncrl.agents import Outcome

@@ -15,6 +15,7 @@ from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig, Seed
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
@@ -44,6 +45,7 @@ MAX_CYCLE = 10_000
 """Maximum cycle of several interleaved tasks."""
 
 
+@extended("")
 class RunConfig(FrozenConfig):
     """All settings of a run."""
 
