@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from installed_extension import RECORD, SETTINGS, install, python
-from job_runs import ROOT, write_config
+from job_runs import ROOT, environment, write_config
 
 from asyncrl.base.extensions import AddedField, discover, extensions
 from asyncrl.config.load import sections
@@ -332,3 +332,51 @@ def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
     key = USES[name].partition("=")[0]
     assert f"{key} on the command line is not a known key" in done.stderr
     assert "also not of an installed extension" in done.stderr
+
+
+# ---- the example
+
+
+@pytest.mark.slow
+def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "examples/extension", source)
+    venv = (sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    subprocess.run(venv, check=True)
+    (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    # The packages of this environment, instead of a download.
+    (packages / "parent.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+
+    def inside(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "venv/bin/python", "-m", *arguments],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    offline = ("--no-deps", "--no-index", "--no-build-isolation")
+    done = inside("pip", "install", *offline, source)
+    assert done.returncode == 0, done.stderr
+    assert "tries 1.0 of asyncrl-tries" in inside("asyncrl", "extensions").stdout
+    two = (QUICKSTART, "generator.tries=2", "rollout.max_prompt_tokens=40")
+    few = ("trainer.num_steps=2", "observe.trackers=[]")
+    assert "tries: 2 answers" in inside("asyncrl", "check", *two).stdout
+    refused = inside("asyncrl", "check", *two, "gateway.max_calls=1")
+    assert "generator.tries=2 is more than gateway.max_calls=1" in refused.stderr
+    run_dir = tmp_path / "run"
+    done = inside("asyncrl", "run", *two, *few, "--run-dir", run_dir)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((run_dir / "samples.jsonl").read_text().splitlines()[-1])
+    assert last["num_sampled"] > 12  # max_tokens of one answer
+
+    assert inside("pip", "uninstall", "-y", "asyncrl-tries").returncode == 0
+    assert "tries" not in inside("asyncrl", "extensions").stdout
+    assert inside("asyncrl", "status", run_dir).returncode == 0
+    refused = inside("asyncrl", "run", *two, *few, "--run-dir", run_dir)
+    assert refused.returncode == 2
+    assert "generator.tries on the command line is not a known key" in refused.stderr
+    assert "install tries 1.0 of asyncrl-tries" in refused.stderr
