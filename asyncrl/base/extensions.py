@@ -75,6 +75,8 @@ class Extension:
     extra of its package that installs its libraries.
     `fields`: place of a sequence of AddedField, by section; '' is the top level.
     `harnesses`: harness kinds by name; each needs a field of that name in `generator`.
+    `launchers`: place of a function from the text behind `NAME:` in setting `launcher` to
+    a Launcher; it raises ConfigError.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
     """
@@ -84,6 +86,7 @@ class Extension:
     extra: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
     harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
+    launchers: Mapping[str, str] = field(default_factory=dict)
     check: str = ""
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
@@ -142,6 +145,15 @@ def load_place(place: str) -> Any:
 def extensions() -> Mapping[str, Extension]:
     """Return the extensions in use, by name and in its order."""
     return discover().used
+
+
+def rows(kind: str) -> dict[str, Any]:
+    """Return the rows that all extensions add to the table `kind`, by their names."""
+    return {
+        name: row
+        for extension in extensions().values()
+        for name, row in getattr(extension, kind).items()
+    }
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from asyncrl.base.extensions import HarnessKind, extensions
+from asyncrl.base.extensions import HarnessKind, rows
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig
 
@@ -42,11 +42,7 @@ HARNESSES: Mapping[str, HarnessKind] = {
     "verifiers": HarnessKind(
         "asyncrl.agents.verifiers:VerifiersHarness", "ID", "a verifiers environment"
     ),
-    **{
-        name: kind
-        for extension in extensions().values()
-        for name, kind in extension.harnesses.items()
-    },
+    **rows("harnesses"),
 }
 
 
