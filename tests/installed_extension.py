@@ -12,6 +12,8 @@ from pathlib import Path
 
 from job_runs import ROOT, environment
 
+from asyncrl.base.extensions import SWITCH
+
 RECORD = """
 from asyncrl.base.extensions import Extension, HarnessKind
 
@@ -100,7 +102,7 @@ def python(
     *arguments: str | Path, packages: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python to its end, with the packages of a folder."""
-    found = environment(**variables)
+    found = environment(**{SWITCH: "", **variables})
     if packages is not None:
         found["PYTHONPATH"] = os.pathsep.join([str(packages), found["PYTHONPATH"]])
     return subprocess.run(

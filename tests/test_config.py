@@ -325,7 +325,15 @@ def settings(line: str) -> list[str]:
     return re.split(r" (?=[a-z_]+\.)", line)
 
 
-@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            line, marks=[pytest.mark.extension("openenv")] * ("openenv" in line)
+        )
+        for line in REFUSED.strip().splitlines()
+    ],
+)
 def test_conflicting_settings_are_refused_with_the_values_to_write(
     path: Path, line: str
 ) -> None:

@@ -200,6 +200,8 @@ def settings_named() -> Iterator[tuple[str, str]]:
                 )
 
 
+@pytest.mark.extension("openenv")
+@pytest.mark.extension("ray")
 def test_settings_named_in_pages_and_messages_exist() -> None:
     is_file = re.compile(r"\.(py|md|json|sqlite|lock)$")
     named = {

@@ -170,6 +170,7 @@ def test_agent_of_nemo_gym_uses_its_tools_and_its_reward() -> None:
 @pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.timeout(600)
+@pytest.mark.extension("openenv")
 def test_run_plays_episodes_of_the_server_of_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs/openenv.md").read_text(encoding="utf-8")
     (app,) = re.findall(r"^uvicorn (examples\S+) --port 8000", page, re.M)

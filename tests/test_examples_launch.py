@@ -16,6 +16,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.launch.cluster_file import FILES, cluster_file
 
+pytestmark = pytest.mark.extension("ray")  # the files start Ray
 ROOT = Path(__file__).parent.parent
 SIZES = {
     "gsm8k-qwen2.5-7b-2x8gpu": (2, 8),

@@ -157,6 +157,7 @@ class FakeActor:
 
 
 @pytest.mark.extras
+@pytest.mark.extension("ray")
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [

@@ -27,7 +27,11 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.config import GeneratorConfig
 from asyncrl.extensions.openenv.openenv_harness import OpenEnvHarness, Shape
 
-pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.extension("openenv"),
+    pytest.mark.extras,
+    pytest.mark.timeout(600),
+]
 ROOT = Path(__file__).parents[1]
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
 

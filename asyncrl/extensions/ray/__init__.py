@@ -19,7 +19,7 @@ EXTENSION = Extension(
 
 
 def open_ray(address: str) -> Launcher:
-    """Connect to the cluster at `address`; '' is the one of RAY_ADDRESS or of this
+    """Connect to the cluster at `address`; '' means the cluster of RAY_ADDRESS or of this
     machine. Raises ConfigError.
     """
     try:
