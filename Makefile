@@ -16,7 +16,7 @@
 # make faults        the tests that kill hosts of a network, ROUNDS times (20; some minutes each); needs root
 # make docs          regenerate docs/configuration.md and docs/metrics.md
 # make site          build the site of docs/ into build/site; a warning fails it
-.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long test-harbor wheel test-wheel check bench gpu fuzz faults docs
+.PHONY: site setup setup-vllm setup-frameworks quickstart test test-core test-slow test-vllm test-runs test-others test-all test-long test-harbor wheel test-wheel check bench gpu fuzz faults docs
 
 BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
@@ -43,6 +43,10 @@ quickstart:
 test:
 	@bash scripts/setup.sh test
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "$(QUICK)"
+
+# Without extensions: tests that need an extension are skipped.
+test-core:
+	ASYNCRL_EXTENSIONS=core $(MAKE) test
 
 # Both parts run in parallel: each waits more than it computes.
 test-slow: setup

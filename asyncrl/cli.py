@@ -9,7 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -21,6 +22,8 @@ from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_tra
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
 from asyncrl.config import load_any, load_config, load_sft
+from asyncrl.config.extended import extensions_text, refuse_broken
+from asyncrl.config.generator_config import HARNESSES
 from asyncrl.config.load import name_of_config, usage_hint
 
 Option = functools.partial(typer.Option, show_default=False)
@@ -85,6 +88,38 @@ ServeDir = Annotated[
 ]
 
 
+def with_harness_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option per kind of harness, after its first argument. The
+    function gets their values as `harness`, by kind.
+    """
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        harness = {kind: given.pop(kind) for kind in HARNESSES}
+        function(harness=harness, **given)
+
+    plain = signature(function, eval_str=True)
+    first, *others = [
+        each.replace(kind=Parameter.KEYWORD_ONLY)
+        for each in plain.parameters.values()
+        if each.name != "harness"
+    ]
+    options = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                Text, Option(metavar=kind.metavar, help=f"Agent: {kind.text}.")
+            ],
+        )
+        for name, kind in HARNESSES.items()
+    ]
+    parameters = [first, *options, *others]
+    command.__dict__["__signature__"] = plain.replace(parameters=parameters)
+    return command
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[
@@ -106,6 +141,19 @@ def _root(
     if version:
         print_version()
         raise typer.Exit
+
+
+@command("extensions")
+def list_extensions() -> None:
+    """List the extensions, and what each one adds.
+
+    ASYNCRL_EXTENSIONS=core,NAME uses only the named ones.
+
+    For example:
+      asyncrl extensions
+    """
+    for line in extensions_text():
+        typer.echo(line)
 
 
 @command("version")
@@ -168,7 +216,7 @@ def run(
     """
     from asyncrl.launch.fork_server import serving
 
-    loaded = load_config(config, overrides or [])
+    loaded = load_config(config, overrides or [], run_dir=run_dir)
     with serving():  # imports for children run in parallel
         with told_if_long("importing packages"):
             from asyncrl.job.loop import run_job
@@ -640,22 +688,12 @@ def delete(
 
 
 @command()
+@with_harness_options
 def work(
     url: Annotated[
         str, Argument(metavar="URL", help="Printed address of the gateway.")
     ],
-    python: Annotated[
-        Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")
-    ] = None,
-    command: Annotated[
-        Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")
-    ] = None,
-    verifiers: Annotated[
-        Text, Option(metavar="ID", help="Agent: a verifiers environment.")
-    ] = None,
-    openenv: Annotated[
-        Text, Option(metavar="URL", help="Agent: an OpenEnv environment.")
-    ] = None,
+    harness: dict[str, Text],
     key_file: Annotated[
         File,
         Option(
@@ -705,15 +743,11 @@ def work(
     """
     from asyncrl.agents.worker import run_worker
 
+    refuse_broken()
     code = run_worker(
         url,
         key_file=key_file,
-        harness={
-            "python": python,
-            "command": command,
-            "verifiers": verifiers,
-            "openenv": openenv,
-        },
+        harness=harness,
         slots=slots,
         name=name,
         args=args,

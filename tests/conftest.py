@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from needed_extensions import missing_of
 
 if TYPE_CHECKING:
     from trainer_cases import MakeStep
@@ -109,6 +110,10 @@ def pytest_collection_modifyitems(
     items.sort(
         key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long)
     )
+    for item in items:
+        if missing := missing_of(item):
+            reason = f"no extension {', '.join(missing)}"
+            item.add_marker(pytest.mark.skip(reason=reason))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -19,7 +19,15 @@ from pathlib import Path
 import pytest
 import yaml
 from job_runs import run
-from printed_texts import DOTTED, IS_FILE, NO_SETTINGS, fields_named, parse
+from page_blocks import blocks
+from printed_texts import (
+    DOTTED,
+    IS_FILE,
+    NO_SETTINGS,
+    OF_THE_EXAMPLE,
+    fields_named,
+    parse,
+)
 from tiny_model import SHAPE
 
 from asyncrl import __version__
@@ -44,15 +52,6 @@ PLACEHOLDERS |= dict.fromkeys(OF_A_READER, QUICKSTART)
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def blocks(page: Path, *languages: str) -> list[str]:
-    found = re.findall(
-        r"^ *```(\w*)\n(.*?)^ *```$",
-        page.read_text(encoding="utf-8"),
-        flags=re.M | re.S,
-    )
-    return [text for language, text in found if language in languages]
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -106,7 +105,11 @@ def fault_of(command: str) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_on_a_page_can_be_typed(page: Path) -> None:
-    faults = {command: fault_of(command) for command in commands(page)}
+    faults = {
+        command: fault_of(command)
+        for command in commands(page)
+        if OF_THE_EXAMPLE not in command
+    }
     assert {command: fault for command, fault in faults.items() if fault} == {}
 
 
@@ -127,6 +130,8 @@ def test_the_first_page_shows_the_config_of_its_result() -> None:
     assert (shown, len(text.splitlines())) == (measured, 10)
 
 
+@pytest.mark.extension("openenv")
+@pytest.mark.extension("ray")
 def test_settings_named_on_pages_exist() -> None:
     # Its left column has the keys of others.
     pages = [page for page in PAGES if page.name != "coming-from.md"]

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 import yaml
-from agent_cases import last_turn, text_of, tool_call
+from agent_cases import text_of
+from environment_cases import ROOT, adds, resources
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import environment, read_lines
-from test_harness_openenv import Server
+from openenv_served import Server
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import build_harness
 from asyncrl.config import GeneratorConfig, load_config
 from asyncrl.tasks.sources import build_task
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
 ROWS = re.findall(
     r"^\| \[.+?\]\(#([\w-]+)\) \| \[(\S+)\]\(\.\./(\S+)\) \|.*\| (.*) \|$", PAGE, re.M
@@ -84,59 +80,6 @@ def test_shown_lines_are_those_of_a_config_that_loads(
 # ---- NeMo Gym
 
 
-class Resources(BaseHTTPRequestHandler):
-    """The routes of a NeMo Gym resources server: a tool, and a reward for its use."""
-
-    seen: list[tuple[str, Any, str]]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.seen.append((self.path, body, self.headers.get("cookie", "")))
-        if self.path == "/add":
-            answer: Any = {"sum": body["first"] + body["second"]}
-        elif self.path == "/verify":
-            texts = [
-                part["text"]
-                for item in body["response"]["output"]
-                if item["type"] == "message"
-                for part in item["content"]
-            ]
-            answer = {**body, "reward": float(body["expected"] in texts[-1])}
-        else:
-            answer = {}
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.send_header("set-cookie", "session=7")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextmanager
-def resources() -> Iterator[tuple[str, list[tuple[str, Any, str]]]]:
-    Resources.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Resources)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", Resources.seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def adds(prompt: str) -> str:
-    """Return the answers of a model that lets a tool add."""
-    role, text = last_turn(prompt)
-    if role == "tool":
-        return f"It is {json.loads(text)['sum']}."
-    return tool_call("add", first=12, second=30)
-
-
 def test_agent_of_nemo_gym_uses_its_tools_and_its_reward() -> None:
     config = load_config(ROOT / "examples/nemo_gym/nemo_gym.yaml")
     item = build_task(config.task, config.seed).prompt(0)
@@ -170,6 +113,7 @@ def test_agent_of_nemo_gym_uses_its_tools_and_its_reward() -> None:
 @pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.timeout(600)
+@pytest.mark.extension("openenv")
 def test_run_plays_episodes_of_the_server_of_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs/openenv.md").read_text(encoding="utf-8")
     (app,) = re.findall(r"^uvicorn (examples\S+) --port 8000", page, re.M)

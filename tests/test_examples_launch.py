@@ -16,6 +16,7 @@ from printed_texts import parse
 from asyncrl.config import load_config
 from asyncrl.launch.cluster_file import FILES, cluster_file
 
+pytestmark = pytest.mark.extension("ray")  # the files start Ray
 ROOT = Path(__file__).parent.parent
 RAY_JOB = Draft202012Validator(
     yaml.safe_load((ROOT / "tests/rayjob_schema.yaml").read_text())

@@ -157,6 +157,7 @@ class FakeActor:
 
 
 @pytest.mark.extras
+@pytest.mark.extension("ray")
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
@@ -167,7 +168,7 @@ class FakeActor:
 def test_node_says_whether_the_weights_are_lost(
     error: Exception, outcome: type[ComponentError]
 ) -> None:
-    from asyncrl.launch.ray_launcher import RayNode
+    from asyncrl.extensions.ray.ray_launcher import RayNode
 
     async def story() -> None:
         node = RayNode(Node("n1", "10.0.0.2", machine(0)), lambda: FakeActor(error), {})

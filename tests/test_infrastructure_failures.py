@@ -360,13 +360,12 @@ PLANTED = tomllib.loads(Path(__file__).with_name("planted_failures.toml").read_t
 
 
 def harness_of(planted: dict[str, Any]) -> str:
-    (name,) = HARNESSES.keys() & planted["config"].keys()
-    return name
+    return next(iter(planted["config"]))
 
 
 @pytest.fixture(scope="module")
 def openenv_server() -> Iterator[Any]:
-    from test_harness_openenv import Server
+    from openenv_served import Server
 
     server = Server("text")
     try:
@@ -378,7 +377,17 @@ def openenv_server() -> Iterator[Any]:
 @pytest.mark.extras
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "planted", PLANTED, ids=lambda each: f"{each['what']}, {harness_of(each)}"
+    "planted",
+    [
+        pytest.param(
+            each,
+            marks=pytest.mark.extension("openenv")
+            if harness_of(each) == "openenv"
+            else (),
+        )
+        for each in PLANTED
+    ],
+    ids=[f"{each['what']}, {harness_of(each)}" for each in PLANTED],
 )
 def test_planted_failure_has_its_name_and_is_never_a_reward(
     planted: dict[str, Any], request: pytest.FixtureRequest
@@ -387,13 +396,13 @@ def test_planted_failure_has_its_name_and_is_never_a_reward(
     if config.command:
         *shell, script = config.command
         config = GeneratorConfig(command=[*shell, script.replace("CALL", CALL)])
-    if config.openenv:
+    if harness_of(planted) == "openenv":
         server = request.getfixturevalue("openenv_server")
         if server.process.poll() is not None:  # another failure has ended it
             server.start()
         config = config.model_copy(update={"openenv": server.wait_ready().url})
     if config.verifiers:
-        from test_harness_verifiers import task_of
+        from agent_cases import task_of
 
         task = task_of(config.verifiers, config.args, planted.get("index", 3))
         prompt = Prompt("p0", PROMPT.messages, info=dict(task.info))
@@ -408,6 +417,7 @@ def test_planted_failure_has_its_name_and_is_never_a_reward(
     assert kind_of(asyncio.run(story())) == planted["kind"]
 
 
+@pytest.mark.extension("openenv")
 def test_page_has_the_table_of_planted_failures() -> None:
     names = {(each["what"], harness_of(each)): each["kind"] for each in PLANTED}
     lines = [f"| planted | {' | '.join(HARNESSES)} |", f"|{' --- |' * 5}"]
@@ -455,7 +465,7 @@ def test_agent_out_of_time_is_scored_only_if_that_is_asked_for(
 def test_container_of_a_verifiers_environment_that_does_not_start_has_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from test_harness_verifiers import EXAMPLE, task_of
+    from agent_cases import EXAMPLE, task_of
 
     monkeypatch.chdir(EXAMPLE)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -434,6 +434,7 @@ OF_OTHER_PROGRAMS = """
 """Keys of other sources of prompts, harnesses, engines, losses and models."""
 
 
+@pytest.mark.extension("openenv")
 def test_allowed_changes_train_on(tmp_path: Path) -> None:
     """Each key that a resume may change is here, but for OF_OTHER_PROGRAMS."""
     template = tmp_path / "chat.jinja"

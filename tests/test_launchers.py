@@ -60,6 +60,7 @@ def test_local_child_ends_with_a_killed_controller(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.extension("ray")
 @pytest.mark.extras
 def test_missing_ray_or_cluster_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from job_runs import environment
 from launch_cases import load
-from test_docs import has_setting
+from printed_texts import fields_named
 
 from asyncrl.config import RunConfig
 from asyncrl.observe import pace
@@ -213,7 +213,7 @@ def test_each_situation_has_its_one_right_sentence(situation: dict[str, Any]) ->
         is_judged = not situation["headline"].startswith(("Too short", "Learned: "))
         assert first_is_a_reason == is_judged, verdict.headline
     for key, value in re.findall(r"(?:set|with) ([a-z._]+)=([\d.e+-]+)\.$", str(lines)):
-        assert has_setting(key)
+        assert fields_named(key)
         assert 0 < float(value) < attrgetter(key)(run)
 
 
@@ -466,7 +466,7 @@ def test_every_cure_is_true_and_new(cause: str) -> None:
             assert {name for name, *_ in found} == set(cures.split()), case
         for name, new, now in found:
             present = str(attrgetter(name)(run)).lower()
-            assert has_setting(name), case
+            assert fields_named(name), case
             assert now == present or (new and new != present), case
 
 

@@ -106,7 +106,7 @@ task.python=none task.files=[rows.jsonl] task.reward=mine_here:ends -> ended its
 task.python=none task.files=[rows.jsonl] task.reward=skips_here:x -> cannot be loaded: Skipped: old
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:pair -> returned (1.0, {'x': 1}) (tuple), not
 task.python=none task.files=[rows.jsonl] task.reward=./mine_here.py:same -> write task.reward=mine_here:same.
-task.python=none task.files=[rows.jsonl] task.reward=/else/x.py:f -> reward=x:f, and start asyncrl in /else. => task.reward=mine_here:same
+ROWS task.reward=/else/x.py:f -> and start asyncrl in /else. => task.reward=mine_here:same
 task.python=none task.files=[rows.jsonl] task.reward=fails_here:f -> Way out: correct fails_here.py line 2.
 task.python=none task.files=[rows.jsonl] task.reward=torn_here:f -> torn_here.py line 1.
 task.python=none task.files=[rows.jsonl] task.reward=mine_here:listed -> returned 1 rewards for 0 sampled

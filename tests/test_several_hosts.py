@@ -30,7 +30,11 @@ from made_runs import write_colocated
 from ray_cluster import FRUGAL, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.extension("ray"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
 RUN_S = 600.0
 UNHURRIED = {"python": "rewards_for_test:Unhurried", "size": 500}
 OVER_BOTH = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 2, gpus: 0}}"

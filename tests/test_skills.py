@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from job_runs import environment
-from test_docs import blocks
+from page_blocks import blocks
 
 from asyncrl.config import load_any
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 from agent_cases import last_turn, text_of, tool_call
+from framework_venv import framework
 from gateway_cases import ScriptedEngine, gateway_world
 from job_runs import CONFIG, environment, read_lines, write_config
 from job_runs import RUN as COMMAND
-from test_harness_openenv import openenv_010
 from typer.testing import CliRunner
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -238,7 +238,7 @@ for line in open(sys.argv[1]):
     command = [sys.executable, "-c", program, str(tmp_path / "out" / TRAINING_FILE)]
     read = subprocess.run(
         command,
-        env=environment(PYTHONPATH=str(openenv_010())),
+        env=environment(PYTHONPATH=str(framework("openenv"))),
         capture_output=True,
         text=True,
         check=False,

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 from agent_cases import last_turn, text_of
+from environment_cases import ROOT, adds, resources
+from framework_venv import framework
 from gateway_cases import ScriptedEngine, gateway_world
-from test_environments import ROOT, adds, resources
-from test_harness_openenv import Server, framework
+from openenv_served import Server
 
 from asyncrl.agents import Outcome
 from asyncrl.messages.records import Rollout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import logging
 import traceback
@@ -20,6 +19,7 @@ from asyncrl.base.errors import (
     RolloutFailure,
     RolloutTimeout,
 )
+from asyncrl.base.extensions import load_place
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import UserCalls, load_function, raised, shown
 from asyncrl.base.waits import within
@@ -176,9 +176,7 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
     """Return the harness. Raises ConfigError."""
     kind = kind_of(config)
     assert kind is not None, "the config has a harness"
-    module, _, name = kind.place.partition(":")
-    make = getattr(importlib.import_module(f"asyncrl.agents.{module}"), name)
-    harness: Harness = make(config, is_worker=is_worker)
+    harness: Harness = load_place(kind.place)(config, is_worker=is_worker)
     return harness
 
 

@@ -1,28 +1,72 @@
 """The settings of a run."""
 
-from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.buffer_config import BufferConfig as BufferConfig
-from asyncrl.config.checkpoint_config import CheckpointConfig as CheckpointConfig
-from asyncrl.config.critic_config import CriticConfig as CriticConfig
-from asyncrl.config.eval_config import EvalConfig as EvalConfig
-from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
-from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig
-from asyncrl.config.generator_config import OnOverflow as OnOverflow
-from asyncrl.config.generator_config import OnTimeout as OnTimeout
-from asyncrl.config.generator_config import Outcomes as Outcomes
-from asyncrl.config.load import load_any as load_any
-from asyncrl.config.load import load_config as load_config
-from asyncrl.config.load import load_sft as load_sft
-from asyncrl.config.load import run_config_yaml as run_config_yaml
-from asyncrl.config.model_config import ModelConfig as ModelConfig
-from asyncrl.config.model_config import ScratchConfig as ScratchConfig
-from asyncrl.config.observe_config import ObserveConfig as ObserveConfig
-from asyncrl.config.placement_config import PlacementConfig as PlacementConfig
-from asyncrl.config.rollout_config import RolloutConfig as RolloutConfig
-from asyncrl.config.run_config import RunConfig as RunConfig
-from asyncrl.config.sft_config import DataConfig as DataConfig
-from asyncrl.config.sft_config import SftConfig as SftConfig
-from asyncrl.config.supervision_config import SupervisionConfig as SupervisionConfig
-from asyncrl.config.task_config import TaskConfig as TaskConfig
-from asyncrl.config.trainer_config import LoraConfig as LoraConfig
-from asyncrl.config.trainer_config import TrainerConfig as TrainerConfig
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
+    from asyncrl.config.buffer_config import BufferConfig as BufferConfig
+    from asyncrl.config.checkpoint_config import CheckpointConfig as CheckpointConfig
+    from asyncrl.config.critic_config import CriticConfig as CriticConfig
+    from asyncrl.config.eval_config import EvalConfig as EvalConfig
+    from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
+    from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig
+    from asyncrl.config.generator_config import OnOverflow as OnOverflow
+    from asyncrl.config.generator_config import OnTimeout as OnTimeout
+    from asyncrl.config.generator_config import Outcomes as Outcomes
+    from asyncrl.config.load import load_any as load_any
+    from asyncrl.config.load import load_config as load_config
+    from asyncrl.config.load import load_sft as load_sft
+    from asyncrl.config.load import run_config_yaml as run_config_yaml
+    from asyncrl.config.model_config import ModelConfig as ModelConfig
+    from asyncrl.config.model_config import ScratchConfig as ScratchConfig
+    from asyncrl.config.observe_config import ObserveConfig as ObserveConfig
+    from asyncrl.config.placement_config import PlacementConfig as PlacementConfig
+    from asyncrl.config.rollout_config import RolloutConfig as RolloutConfig
+    from asyncrl.config.run_config import RunConfig as RunConfig
+    from asyncrl.config.sft_config import DataConfig as DataConfig
+    from asyncrl.config.sft_config import SftConfig as SftConfig
+    from asyncrl.config.supervision_config import SupervisionConfig as SupervisionConfig
+    from asyncrl.config.task_config import TaskConfig as TaskConfig
+    from asyncrl.config.trainer_config import LoraConfig as LoraConfig
+    from asyncrl.config.trainer_config import TrainerConfig as TrainerConfig
+
+_FOUND_IN = {
+    "AlgorithmConfig": "algorithm_config",
+    "BufferConfig": "buffer_config",
+    "CheckpointConfig": "checkpoint_config",
+    "CriticConfig": "critic_config",
+    "EvalConfig": "eval_config",
+    "GatewayConfig": "gateway_config",
+    "GeneratorConfig": "generator_config",
+    "OnOverflow": "generator_config",
+    "OnTimeout": "generator_config",
+    "Outcomes": "generator_config",
+    "load_any": "load",
+    "load_config": "load",
+    "load_sft": "load",
+    "run_config_yaml": "load",
+    "ModelConfig": "model_config",
+    "ScratchConfig": "model_config",
+    "ObserveConfig": "observe_config",
+    "PlacementConfig": "placement_config",
+    "RolloutConfig": "rollout_config",
+    "RunConfig": "run_config",
+    "DataConfig": "sft_config",
+    "SftConfig": "sft_config",
+    "SupervisionConfig": "supervision_config",
+    "TaskConfig": "task_config",
+    "LoraConfig": "trainer_config",
+    "TrainerConfig": "trainer_config",
+}
+"""Imported on access: the settings of an extension import asyncrl.config.fields, and
+must not import the sections that they extend.
+"""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module 'asyncrl.config' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"asyncrl.config.{_FOUND_IN[name]}"), name)

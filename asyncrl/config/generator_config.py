@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from asyncrl.base.extensions import HarnessKind, rows
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig
 
 ENDPOINT_ENV = {
@@ -27,22 +28,21 @@ OnOverflow = Literal["truncate", "fail"]
 OnTimeout = Literal["fail", "score"]
 
 
-@dataclass(frozen=True, slots=True)
-class HarnessKind:
-    """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises
-    ConfigError. `metavar`, `parse`: option of `asyncrl work`.
-    """
-
-    place: str
-    metavar: str
-    parse: Callable[[str], object] = str
-
-
 HARNESSES: Mapping[str, HarnessKind] = {
-    "python": HarnessKind("harness:PythonHarness", "MODULE:FUNCTION"),
-    "command": HarnessKind("command:CommandHarness", "'PROGRAM ARG...'", shlex.split),
-    "verifiers": HarnessKind("verifiers:VerifiersHarness", "ID"),
-    "openenv": HarnessKind("openenv:OpenEnvHarness", "URL"),
+    "python": HarnessKind(
+        "asyncrl.agents.harness:PythonHarness", "MODULE:FUNCTION", "a function"
+    ),
+    "command": HarnessKind(
+        "asyncrl.agents.command:CommandHarness",
+        "'PROGRAM ARG...'",
+        "a program",
+        parse=shlex.split,
+        takes_args=False,
+    ),
+    "verifiers": HarnessKind(
+        "asyncrl.agents.verifiers:VerifiersHarness", "ID", "a verifiers environment"
+    ),
+    **rows("harnesses"),
 }
 
 
@@ -53,9 +53,10 @@ def kind_of(config: GeneratorConfig) -> HarnessKind | None:
     )
 
 
+@extended("generator")
 class GeneratorConfig(FrozenConfig):
-    """Program of a rollout: `python`, `command`, `verifiers`, `openenv` or `remote`
-    (none of these = one completion).
+    """Program of a rollout: one kind of harness, or `remote` (none of these = one
+    completion).
     """
 
     free_keys: ClassVar = ("workers", "concurrency", "outcome_timeout_s")
@@ -72,13 +73,11 @@ class GeneratorConfig(FrozenConfig):
     """Id of a verifiers environment, loaded with `args`; its dataset is the task
     (task.verifiers).
     """
-    openenv: str | None = None
-    """Address of an OpenEnv server that is up: each rollout is an episode, with `args`."""
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, object] = {}
-    """Settings of the verifiers or OpenEnv environment, or keyword arguments of the
-    python function.
+    """Settings of the harness, such as a verifiers environment's, or keyword arguments
+    of the python function.
     """
     env: dict[str, str] = {}
     """Environment variables of a command, in addition to PATH, LANG, those of the
@@ -118,9 +117,7 @@ class GeneratorConfig(FrozenConfig):
     give_answer: bool = False
     """Pass each prompt's `answer` to the harness. The model's tools may find it."""
     workers: PositiveInt = 1
-    """Processes that run the rollouts of `python`, `command`, `verifiers` and
-    `openenv`.
-    """
+    """Processes that run the rollouts of a harness, if not `remote`."""
     worker_python: str | None = None
     """Python of these processes, for `python` and `command`: a venv with an agent's
     packages and the base dependencies of asyncrl (none = the run's Python).
@@ -166,7 +163,7 @@ class GeneratorConfig(FrozenConfig):
             "sandbox": ["command"],
             "sandbox_paths": ["command"],
             "max_memory_mb": ["command"],
-            "args": ["python", "verifiers", "openenv"],
+            "args": [name for name in HARNESSES if HARNESSES[name].takes_args],
             "give_answer": kinds,
             "outcome_timeout_s": ["python", "command", "remote"],
             "on_overflow": kinds,

@@ -19,6 +19,13 @@ from pydantic_core import ErrorDetails
 
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.extensions import (
+    SWITCH,
+    missing_extensions,
+    switched_off_with,
+    written_extensions,
+)
+from asyncrl.config.extended import refuse_broken
 from asyncrl.config.fields import located
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
@@ -87,21 +94,30 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check a YAML file with overrides. Raises ConfigError."""
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+) -> RunConfig:
+    """Read and check a YAML file with overrides. `run_dir`: of a run that may be
+    resumed with it. Raises ConfigError.
+    """
     values = _read_yaml(path)
     if is_sft(values):
         raise ConfigError(
             f"{path} has a section data, so it is for supervised fine-tuning",
             way_out=f"run `asyncrl sft {path}`.",
         )
-    return _checked_file(RunConfig, values, overrides, path)
+    with _naming_missing(path if run_dir is None else Path(run_dir) / "config.yaml"):
+        return _checked_file(RunConfig, values, overrides, path)
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
     """Read a config of `asyncrl run` or `asyncrl sft`. Raises ConfigError."""
     values = _read_yaml(path)
-    return _checked_file(_form_of(values), values, overrides, path)
+    with _naming_missing(path):
+        return _checked_file(_form_of(values), values, overrides, path)
 
 
 def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
@@ -153,6 +169,34 @@ def _form_of(values: object) -> type[RunConfig | SftConfig]:
 
 _WRITTEN_BY = "# asyncrl "
 """Begins the config of a run directory; the version follows."""
+
+
+_EXTENSIONS = "# extensions "
+"""Begins the second line of that config; extensions with their versions follow."""
+
+
+def extensions_of(path: Path) -> str:
+    """Return the extensions with which a run was started, from its config."""
+    with path.open(encoding="utf-8") as file:
+        first, second = file.readline(), file.readline()
+    is_of_run = first.startswith(_WRITTEN_BY) and second.startswith(_EXTENSIONS)
+    return second.removeprefix(_EXTENSIONS).strip() if is_of_run else ""
+
+
+@contextlib.contextmanager
+def _naming_missing(path: str | Path) -> Iterator[None]:
+    """Name the extensions in an error that a run was started with and that are not in
+    use here. `path`: the run's config, or any other file.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        written = extensions_of(Path(path)) if Path(path).is_file() else ""
+        if missing := " and ".join(missing_extensions(written)):
+            error.way_out = (
+                f"install {missing}: the run was started with it; or {error.way_out}"
+            )
+        raise
 
 
 def writer_of(path: Path) -> str | None:
@@ -247,6 +291,7 @@ def checked(
     """Check a config mapping of this form. `overrides` are `section.key=value`, the value as YAML.
     Raises ConfigError for all errors at once.
     """
+    refuse_broken()
     for number, override in enumerate(overrides):
         # The shell splits `a.b= 3` into two arguments. For the hint, the second one
         # needs the first, and the first the ones behind it.
@@ -276,7 +321,7 @@ def checked(
 
 def run_config_yaml(config: RunConfig | SftConfig) -> str:
     text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False)
-    return f"{_WRITTEN_BY}{__version__}\n{text}"
+    return f"{_WRITTEN_BY}{__version__}\n{_EXTENSIONS}{written_extensions()}\n{text}"
 
 
 def _with(values: object, override: str, around: Sequence[str]) -> object:
@@ -372,12 +417,15 @@ def _explain(
     value = problem["input"]
     kind = problem["type"]
     if kind == "extra_forbidden":
+        named = ".".join(part for part in parts if not part.isdigit())
         if form is SftConfig and parts[0] in RunConfig.model_fields:
             hint = "; supervised fine-tuning has none, and reads data.files"
+        elif (extension := switched_off_with(named)) is not None:
+            hint = f": it is of the extension {extension}, which {SWITCH} switches off."
         else:
-            named = ".".join(part for part in parts if not part.isdigit())
             closest = _closest(named, form)
-            hint = f"; did you mean {closest}?" if closest else "."
+            hint = ", also not of an installed extension"
+            hint += f"; did you mean {closest}?" if closest else "."
         return where, f" is not a known key{hint}"
     if kind == "missing":
         return where, " is missing."

@@ -6,15 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from asyncrl.base.extensions import rows
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig, Seed, located
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig
@@ -40,10 +42,22 @@ from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.sampling import CUTS
 
 T = TypeVar("T", TaskConfig, EvalConfig)
+LOCAL = "local"
+"""The launcher of this machine."""
 MAX_CYCLE = 10_000
 """Maximum cycle of several interleaved tasks."""
 
 
+def _known_launcher(launcher: str) -> str:
+    known = [LOCAL, *rows("launchers")]
+    if launcher != LOCAL and launcher.partition(":")[0] not in known[1:]:
+        raise ValueError(
+            f"no installed extension has this launcher; known are {', '.join(known)}"
+        )
+    return launcher
+
+
+@extended("")
 class RunConfig(FrozenConfig):
     """All settings of a run."""
 
@@ -51,9 +65,12 @@ class RunConfig(FrozenConfig):
 
     seed: Seed = 0
     """Seed of random weights, the shuffle and every sampled token."""
-    launcher: str = Field(default="local", pattern=r"^(local|ray(:[^:\s]+:\d{1,5})?)$")
-    """Launcher of the run's processes. local: this machine. ray: the Ray cluster of
-    RAY_ADDRESS or of this machine. ray:HOST:PORT: the Ray cluster with this head.
+    launcher: Annotated[str, AfterValidator(_known_launcher)] = Field(
+        default=LOCAL, pattern=r"^\w+(:[^:\s]+:\d{1,5})?$"
+    )
+    """Launcher of the run's processes. local: this machine. NAME or NAME:HOST:PORT: the
+    launcher of an extension, such as ray for the Ray cluster of RAY_ADDRESS or of this
+    machine, and ray:HOST:PORT for the cluster with this head (docs/clusters.md).
     """
     model: ModelConfig
     """The trained model."""
@@ -383,7 +400,7 @@ class RunConfig(FrozenConfig):
             ("rollout", self.placement.rollout),
         ):
             num = written.nodes if isinstance(written, NodesConfig) else 1
-            if self.launcher == "local" and num not in (1, "all"):
+            if self.launcher == LOCAL and num not in (1, "all"):
                 yield (
                     f"placement.{key}={written} has {num} nodes; set launcher=ray, or placement.{key}.nodes=1"
                 )

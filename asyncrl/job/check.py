@@ -22,10 +22,10 @@ from typing import Literal
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.openenv import OpenEnvHarness
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.extensions import extensions, load_place
 from asyncrl.base.host import exit_raises
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import (
@@ -458,8 +458,9 @@ def _check_harnesses(config: RunConfig, found: Found) -> None:
         # Another Python has other packages: the worker reports a failed import.
         if harness.command or (harness.python and named is None):
             build_harness(harness, is_worker=False)
-        if harness.openenv:
-            found.lines.append(OpenEnvHarness(harness).check_server())
+    for extension in extensions().values():
+        if extension.check:
+            found.lines += load_place(extension.check)(config)
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:

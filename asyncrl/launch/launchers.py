@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 
-from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.extensions import load_place, rows
 from asyncrl.launch.machine import (
     LOOPBACK,
     Node,
@@ -16,24 +16,13 @@ from asyncrl.launch.processes import ChildProcess, Launcher, ProcessSpec, free_p
 
 
 def opened(name: str) -> contextlib.closing[Launcher]:
-    """Return the launcher of config `launcher` (local, ray, ray:HOST:PORT), as a
-    context that closes it. Raises ConfigError.
+    """Return the launcher of config `launcher` (local, or the launcher of an extension,
+    as NAME or NAME:HOST:PORT), as a context that closes it. Raises ConfigError.
     """
-    return contextlib.closing(
-        LocalLauncher() if name == "local" else _ray_launcher(name)
-    )
-
-
-def _ray_launcher(name: str) -> Launcher:
-    try:
-        # Here, because ray is an optional package.
-        from asyncrl.launch.ray_launcher import RayLauncher
-    except ImportError as error:
-        raise ConfigError(
-            f"launcher={name}, and the package `ray` is not installed",
-            way_out=f"{install_extra('ray')}; or set launcher=local.",
-        ) from error
-    return RayLauncher(name.removeprefix("ray").removeprefix(":"))
+    kind, _, address = name.partition(":")
+    if kind == "local":
+        return contextlib.closing(LocalLauncher())
+    return contextlib.closing(load_place(rows("launchers")[kind])(address))
 
 
 class LocalLauncher(Launcher):

@@ -18,7 +18,7 @@ from typer.main import get_command
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, SftConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOLE = "\0"
 """Stands for a part of a text that is known only at run time."""
 ROOTS = (RunConfig, SftConfig)
@@ -40,7 +40,11 @@ OTHER_PROGRAM = re.compile(
 )
 FILE = re.compile(r"(?<![\w/.])(?:docs|examples|asyncrl|configs)/[\w./-]+\.\w+")
 IS_FILE = re.compile(r"\.(py|md|json|jsonl|sqlite|lock|key|log)$")
-NO_SETTINGS = frozenset(("task.answer", "data.digest", "rollout.oversample"))
+OF_THE_EXAMPLE = "generator.tries"
+"""A setting of examples/extension. tests/test_extensions.py runs the page's command."""
+NO_SETTINGS = frozenset(
+    ("task.answer", "data.digest", "rollout.oversample", OF_THE_EXAMPLE)
+)
 """An attribute that harnesses read, a name of --allow-change, a key of a framework."""
 EXAMPLES = frozenset(("0", "1", "2", "sums", "words", "NAME", "KEY", HOLE))
 """Parts of a key that stand for one of several tasks, evaluations or teachers."""

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -21,73 +15,25 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 from agent_cases import last_turn, text_of, tool_call
+from framework_venv import framework
 from gateway_cases import ScriptedEngine, gateway_world
+from openenv_served import Server
 from pydantic import Field
 
 from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.openenv import OpenEnvHarness, Shape
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.config import GeneratorConfig
+from asyncrl.extensions.openenv.openenv_harness import OpenEnvHarness, Shape
 
-pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.extension("openenv"),
+    pytest.mark.extras,
+    pytest.mark.timeout(600),
+]
 ROOT = Path(__file__).parents[1]
-SERVER = Path(__file__).parent / "kit" / "openenv_server_for_test.py"
 TASK = Task("0/7", ({"role": "user", "content": "Count."},))
-
-
-def openenv_010() -> Path:
-    return framework("openenv")
-
-
-def framework(name: str) -> Path:
-    """Return where `make setup-frameworks` installs it, or skip the test."""
-    venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))
-    if not (venv / name).is_dir():
-        end = pytest.skip
-        if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1":
-            end = pytest.fail
-        end(f"no {name} at {venv}: run `make setup-frameworks`")
-    return venv / name
-
-
-class Server:
-    """A server in its own process, which can be killed and started again."""
-
-    def __init__(
-        self,
-        kind: str = "text",
-        num_places: int = 8,
-        *,
-        program: Sequence[str] | None = None,
-    ) -> None:
-        """`program` gets the option --port."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        program = program or [sys.executable, str(SERVER), kind, str(num_places)]
-        self._command = [*program, "--port", str(self.port)]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, cwd=ROOT)
-
-    def wait_ready(self) -> Server:
-        for _ in range(5000):  # a server imports for seconds of CPU time
-            assert self.process.poll() is None, "the server has ended"
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
-            except OSError:
-                time.sleep(0.1)
-            else:
-                return self
-        raise AssertionError("the server did not start")
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -427,7 +373,8 @@ def test_openenvs_own_harness_samples_from_the_endpoint(
 
     program = ["examples/openenv/own_harness.py", servers["tools"].url]
     agent = GeneratorConfig(
-        command=[sys.executable, *program], env={"PYTHONPATH": str(openenv_010())}
+        command=[sys.executable, *program],
+        env={"PYTHONPATH": str(framework("openenv"))},
     )
     harness = build_harness(agent, is_worker=False)
     ((outcome, prompts),) = play_with(harness, answer)

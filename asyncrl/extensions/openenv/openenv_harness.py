@@ -12,19 +12,19 @@ import json
 import math
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session, first_fault
 from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.base.failures import FailureKind, kind_of_error
-from asyncrl.config import GeneratorConfig
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config import GeneratorConfig, RunConfig
+from asyncrl.extensions.openenv.settings import ADDRESS, OpenEnvArgs
 from asyncrl.messages.records import Outcome
 
 RESET = "reset"
@@ -44,32 +44,11 @@ ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
 """Fields of every observation; the metadata is not for the model."""
 
 
-class OpenEnvArgs(FrozenConfig):
-    """generator.args of an OpenEnv server."""
-
-    action: str | None = None
-    """Field of the action that gets the answer: a text, number, boolean or choice (none =
-    its only required field).
-    """
-    observation: str | None = None
-    """Field of the observation that the model reads (none = the only one, or all as
-    JSON).
-    """
-    reset: dict[str, object] = {}
-    """Arguments of every reset. A prompt's info.reset adds others."""
-    max_turns: int = Field(default=16, ge=1)
-    """Answers of an episode; then it ends, done or not."""
-    rewards: Literal["sum", "last", "turns"] = "sum"
-    """Reward of the rollout: the sum over its steps, the last one, or one per answer."""
-    without_reward: float | None = 0.0
-    """Reward of an episode without one that the policy has ended, and if it is set, also
-    of an episode that the environment has ended (none = the task scores its last
-    answer).
-    """
-    connect_s: float = Field(default=60.0, gt=0)
-    """Time for a server to come back, or to have a free place, before a rollout fails."""
-    step_s: float = Field(default=60.0, gt=0)
-    """Time limit of each reset and step."""
+def check_servers(config: RunConfig) -> Iterator[str]:
+    """Yield how the actions of each server look. Blocks. Raises ConfigError."""
+    for harness in config.harnesses:
+        if ADDRESS.of(harness):
+            yield OpenEnvHarness(harness).check_server()
 
 
 class Shape(NamedTuple):
@@ -118,7 +97,7 @@ class OpenEnvHarness:
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        self._url = (config.openenv or "").rstrip("/")
+        self._url = (ADDRESS.of(config) or "").rstrip("/")
         self._said = f"generator.openenv={self._url}"
         if not self._url.startswith(("http://", "https://")):
             raise ConfigError(

@@ -1,0 +1,246 @@
+"""Extensions: the rows that each extension adds to the core, and their discovery.
+
+An extension is a folder of asyncrl/extensions/, or a package with an entry point in the
+group `asyncrl.extensions`. Either way it has an Extension, which names its parts as
+`module:name`, so that reading it imports nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from asyncrl import __version__
+from asyncrl.base.errors import ConfigError
+
+T = TypeVar("T")
+
+GROUP = "asyncrl.extensions"
+"""Group of the entry points, and the package of asyncrl's own extensions."""
+SWITCH = "ASYNCRL_EXTENSIONS"
+"""Environment variable: `core` and the names of the extensions to use (unset = all)."""
+
+
+@dataclass(frozen=True)
+class AddedField(Generic[T]):
+    """A setting that an extension adds to a section. `kind` is its type, `text` its
+    description. `is_free`: a resume accepts any value.
+
+    Example:
+        ADDRESS = AddedField[str | None]("pager", str | None, "URL of the pager.", None)
+        ADDRESS.of(config)
+
+    """
+
+    name: str
+    kind: Any
+    text: str
+    default: T
+    is_free: bool = False
+
+    def of(self, section: object) -> T:
+        """Return the value of this setting in a section."""
+        value: T = getattr(section, self.name)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessKind:
+    """A harness. The setting of its name in section `generator` chooses it.
+
+    `place`: its class, made with (GeneratorConfig, is_worker=); raises ConfigError.
+    `metavar`, `text`, `parse`: its option of `asyncrl work`. `takes_args`: whether it
+    reads generator.args.
+    """
+
+    place: str
+    metavar: str
+    text: str
+    parse: Callable[[str], object] = str
+    takes_args: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """What an extension adds. A place is `module:name`.
+
+    `about`: one sentence. `page`: file or address of its documentation. `extra`: the
+    extra of its package that installs its libraries.
+    `fields`: place of a sequence of AddedField, by section; '' is the top level.
+    `harnesses`: harness kinds by name; each needs a field of that name in `generator`.
+    `launchers`: place of a function from the text behind `NAME:` in setting `launcher` to
+    a Launcher; it raises ConfigError.
+    `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
+    ConfigError.
+    """
+
+    about: str
+    page: str = ""
+    extra: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
+    launchers: Mapping[str, str] = field(default_factory=dict)
+    check: str = ""
+
+    def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
+        """Import the settings that are added to a section."""
+        added: Sequence[AddedField[Any]] = ()
+        if section in self.fields:
+            added = load_place(self.fields[section])
+        return added
+
+    def keys(self) -> list[str]:
+        """Import all settings that are added, and return their keys."""
+        return [
+            f"{section}.{added.name}".removeprefix(".")
+            for section in self.fields
+            for added in self.fields_of(section)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an extension was found: `package` and `version` are of the distribution."""
+
+    name: str
+    package: str
+    version: str
+    load: Callable[[], Extension]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} of {self.package}"
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """`used`: extensions by name, sorted. `broken`: why others cannot be used. `off`:
+    names that SWITCH leaves out; nothing of these extensions is imported.
+    """
+
+    sources: Mapping[str, Source]
+    used: Mapping[str, Extension]
+    broken: dict[str, str]
+    off: Sequence[str]
+
+
+def load_place(place: str) -> Any:
+    """Import `module:name`. Raises ConfigError."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # a package from elsewhere may raise anything
+        raise ConfigError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}",
+            way_out="repair its package; `asyncrl extensions` lists all extensions.",
+        ) from error
+
+
+def extensions() -> Mapping[str, Extension]:
+    """Return the extensions in use, by name and in its order."""
+    return discover().used
+
+
+def rows(kind: str) -> dict[str, Any]:
+    """Return the rows that all extensions add to the table `kind`, by their names."""
+    return {
+        name: row
+        for extension in extensions().values()
+        for name, row in getattr(extension, kind).items()
+    }
+
+
+@cache
+def discover() -> Discovery:
+    """Find all extensions, and import the settings of the ones in use."""
+    sources = dict[str, Source]()
+    repeated = set[str]()
+    for source in _sources():
+        if source.name in sources:
+            repeated.add(source.name)
+        sources[source.name] = source
+    names = {*sources}
+    if text := os.environ.get(SWITCH):
+        names = {name.strip() for name in text.split(",")} - {"core"}
+    used = dict[str, Extension]()
+    broken = dict[str, str]()
+    for name in sorted(names):
+        if name not in sources:
+            broken[name] = f"{SWITCH}={text} names it, and it is not installed"
+            continue
+        if name in repeated:
+            broken[name] = "another package has an extension of this name, too"
+            continue
+        try:
+            extension = sources[name].load()
+            keys = extension.keys()
+        except Exception as error:  # as in load_place()
+            cause = error.__cause__ or error
+            broken[name] = f"it cannot be imported: {type(cause).__name__}: {cause}"
+            continue
+        used[name] = extension
+        for kind in extension.harnesses:
+            if f"generator.{kind}" not in keys:
+                broken[name] = f"its harness {kind} has no setting generator.{kind}"
+                used.pop(name, None)
+    return Discovery(sources, used, broken, sorted(sources.keys() - names))
+
+
+def _sources() -> Iterator[Source]:
+    # asyncrl's own are found by their folders. Entry points exist only after an
+    # installation, which may be older than the folders.
+    own = Path(__file__).parents[1] / "extensions"
+    for file in own.glob("*/__init__.py"):
+        name = file.parent.name
+        load = partial(load_place, f"{GROUP}.{name}:EXTENSION")
+        yield Source(name, "asyncrl", __version__, load)
+    for point in entry_points(group=GROUP):
+        assert point.dist is not None, "it was found in a distribution"
+        yield Source(point.name, point.dist.name, point.dist.version, point.load)
+
+
+def switched_off_with(key: str) -> str | None:
+    """Return the extension that would add this key and is switched off, if any."""
+    found = discover()
+    for name in found.off:
+        # as in discover()
+        with contextlib.suppress(Exception):
+            keys = found.sources[name].load().keys()
+            if any(f".{key}".endswith(f".{one}") for one in keys):
+                return name
+    return None
+
+
+def written_extensions() -> str:
+    """Return the extensions in use with their versions, for the files of a run."""
+    found = discover()
+    return ", ".join(str(found.sources[name]) for name in found.used)
+
+
+def missing_extensions(written: str) -> list[str]:
+    """Return the extensions of a run that are not in use here.
+
+    Example: without the extension pager.
+        >>> missing_extensions("pager 1.0 of acme-pager")
+        ['pager 1.0 of acme-pager']
+    """
+    names = {one.partition(" ")[0]: one for one in written.split(", ") if one}
+    return [names[name] for name in names if name not in extensions()]
+
+
+def changed_extensions(written: str) -> list[str]:
+    """Return a note for each extension of a run that has another version here."""
+    here = written_extensions().split(", ")
+    changed = set(written.split(", ")) - {*here, *missing_extensions(written), ""}
+    return [
+        f"the run was started with the extension {one}; here are {', '.join(here)}"
+        for one in sorted(changed)
+        # Their version is asyncrl's, which the run records by itself.
+        if not one.endswith(" of asyncrl")
+    ]

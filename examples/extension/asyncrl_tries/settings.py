@@ -1,0 +1,20 @@
+"""Settings that this extension adds."""
+
+from __future__ import annotations
+
+from pydantic import PositiveInt
+
+from asyncrl.base.extensions import AddedField
+from asyncrl.config.fields import FrozenConfig
+
+TRIES = AddedField[int | None](
+    "tries", PositiveInt | None, "Answers to each prompt; the last is scored.", None
+)
+FIELDS = (TRIES,)
+
+
+class TriesArgs(FrozenConfig):
+    """generator.args of this harness."""
+
+    again: str | None = None
+    """Message between two tries (none = the prompt's last message)."""

@@ -1,0 +1,414 @@
+"""Extensions: found, listed, broken, switched off, removed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from installed_extension import RECORD, SETTINGS, install, python
+from job_runs import ROOT, environment, write_config
+
+from asyncrl.base.extensions import AddedField, discover, extensions
+from asyncrl.config.load import load_config, run_config_yaml, sections
+
+QUICKSTART = "configs/quickstart.yaml"
+OWN = sorted(path.parent.name for path in ROOT.glob("asyncrl/extensions/*/__init__.py"))
+IN_USE = [pytest.param(name, marks=pytest.mark.extension(name)) for name in OWN]
+UNKNOWN = "is not a known key, also not of an installed extension"
+USES = {
+    "openenv": (
+        "generator.openenv=http://127.0.0.1:9",
+        f"generator.openenv on the command line {UNKNOWN}",
+    ),
+    "ray": (
+        "launcher=ray",
+        "no installed extension has this launcher; known are local",
+    ),
+}
+"""A setting that uses an extension, and its refusal, for each of asyncrl's own."""
+MAY_NAME: dict[str, dict[str, str]] = {
+    "openenv": {},
+    "ray": {
+        "asyncrl/base/http.py": "the name of a secret",
+        "asyncrl/config/run_config.py": "a way out",
+        "asyncrl/launch/cluster_file.py": "the files start Ray",
+    },
+}
+"""Files of the core whose code may name an extension, with the reason."""
+
+
+# ---- a package from elsewhere
+
+FACTS = """
+import json, pickle
+from asyncrl.base.errors import ConfigError
+from asyncrl.config import GeneratorConfig, RunConfig, load_config
+from asyncrl.config.load import all_keys, run_config_yaml, schema_text
+from asyncrl.job.resume import changed_keys, _is_free
+
+def load(*overrides):
+    try:
+        return load_config("configs/quickstart.yaml", overrides)
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+
+plain, used = load(), load("generator.pager=n5", "pagers={number: 2}")
+inner = load("task.generator={pager: n7}")
+print(json.dumps({
+    "keys": [key for key in all_keys() if "page" in key or "volume" in key],
+    "schema": "Number of a pager." in schema_text(),
+    "plain": [name for name in ("pager", "volume") if name in plain.generator.model_dump()],
+    "top": ["pagers" in plain.model_dump(), used.model_dump()["pagers"]["number"]],
+    "dumped": used.model_dump(mode="json")["generator"]["pager"],
+    "copied": RunConfig.model_validate_json(used.model_dump_json()) == used,
+    "pickled": pickle.loads(pickle.dumps(used)) == used,
+    "one class": type(used.generator) is GeneratorConfig,
+    "read": [used.pagers.tries, used.generator.called, inner.harnesses[0].pager],
+    "given": load("generator.pager=n5", "generator.volume=4").generator.given("pager", "volume"),
+    "none": load("generator.pager=none", "pagers=none") == plain,
+    "free": [[key, _is_free(key, values, used)] for key, values in changed_keys(
+        plain, load("generator.volume=9", "pagers={number: 2}")).items()],
+    "refused": [load(*words.split()) for words in (
+        "generator.pager=n5 generator.python=a:b", "pagers.number=0", "pagers.number=4",
+        "pagers.numbre=4", "generator.volume=true", "generator.pagr=5")],
+    "written": run_config_yaml(plain).splitlines()[1],
+}))
+"""
+
+
+def test_added_settings_are_fields_like_others(tmp_path: Path) -> None:
+    done = python("-c", FACTS, packages=install(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    generator = ["generator.pager", "generator.volume"]
+    assert found.pop("keys") == [
+        *(f"task.{key}" for key in generator),
+        *generator,
+        *(f"eval.task.{key}" for key in generator),
+        "pagers",
+        "pagers.number",
+        "pagers.tries",
+    ]
+    refused = " ".join(found.pop("refused"))
+    for part in (
+        "give at most one of python, command, verifiers, openenv, pager, remote",
+        "pagers.number=0 on the command line: Input should be greater than or equal",
+        "pagers on the command line: number=4 needs as many tries",
+        "did you mean pagers.number?",
+        "generator.volume='true'",
+        "generator.pagr on the command line is not a known key, also not of an installed",
+        "did you mean generator.pager?",
+    ):
+        assert part in refused
+    assert "pager 1.0 of acme-pager" in found.pop("written")
+    assert found == {
+        "schema": True,
+        "plain": [],
+        "top": [False, 2],
+        "dumped": "n5",
+        "copied": True,
+        "pickled": True,
+        "one class": True,
+        "read": [3, "pager n5", "n7"],
+        "given": ["pager", "volume"],
+        "none": True,
+        "free": [
+            ["generator.volume", True],
+            ["pagers.number", False],
+            ["pagers.tries", True],
+        ],
+    }
+
+
+CYCLE = "from asyncrl.config.generator_config import GeneratorConfig\n" + SETTINGS
+BROKEN = {
+    "record": ({"__init__.py": "import acme_engine"}, "ModuleNotFoundError: No module"),
+    "settings": ({"settings.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
+    "cycle": ({"settings.py": CYCLE}, "cannot import name 'GeneratorConfig'"),
+    "taken": (
+        {"settings.py": SETTINGS.replace('"volume"', '"workers"')},
+        "it adds the setting workers, which the section generator has",
+    ),
+    "section": (
+        {"__init__.py": RECORD.replace('{"":', '{"journal":')},
+        "no settings can be added to the section journal",
+    ),
+    "harness": (
+        {"__init__.py": RECORD.replace('{"pager":', '{"beeper":')},
+        "its harness beeper has no setting generator.beeper",
+    ),
+}
+
+
+TRIED = f"""
+import sys
+from asyncrl.cli import app, main
+app(["runs", sys.argv[1]], standalone_mode=False)
+app(["extensions"], standalone_mode=False)
+sys.argv[1:] = ["check", "{QUICKSTART}"]
+main()
+"""
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_package_that_cannot_be_used_is_named(case: str, tmp_path: Path) -> None:
+    files, says = BROKEN[case]
+    # Commands that only read work; the list and the others name the package.
+    done = python("-c", TRIED, tmp_path, packages=install(tmp_path, files))
+    assert done.returncode == 2
+    assert says in done.stdout
+    for text in ("the extension pager 1.0 of acme-pager", says, "uninstall acme-pager"):
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
+    install(tmp_path)
+    install(tmp_path, name="beeper")
+    points = tmp_path / "acme_beeper-1.0.dist-info/entry_points.txt"
+    points.write_text(points.read_text().replace("beeper =", "pager ="))
+    done = python("-m", "asyncrl", "check", QUICKSTART, packages=tmp_path)
+    assert done.returncode == 2
+    assert "has an extension of this name, too" in done.stderr
+    check = ("-m", "asyncrl", "check", QUICKSTART)
+    done = python(*check, packages=tmp_path, ASYNCRL_EXTENSIONS="core")
+    assert done.returncode == 0, done.stderr
+
+
+def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
+    packages = install(tmp_path)
+    check = ("-m", "asyncrl", "check", QUICKSTART, "generator.pager=n5")
+
+    def said(switch: str, *arguments: str) -> str:
+        done = python(*arguments, packages=packages, ASYNCRL_EXTENSIONS=switch)
+        return done.stdout + done.stderr
+
+    off = "generator.pager on the command line is not a known key: it is of the extension pager"
+    assert off in said("core", *check)
+    assert "pager n5 answers" in said("core,pager", *check)
+    assert "generator.pager=n0 is not a number" in said(
+        "", *check[:-1], "generator.pager=n0"
+    )
+    assert "the extension beeper cannot be used" in said("core,beeper", *check)
+    listed = said("core,pager", "-m", "asyncrl", "extensions")
+    assert "pager 1.0 of acme-pager\n    about: Rollouts that page somebody." in listed
+    assert "fields: pagers, generator.pager, generator.volume" in listed
+    assert "--pager NUMBER" in said("", "-m", "asyncrl", "work", "--help")
+    assert "--pager" not in said("core", "-m", "asyncrl", "work", "--help")
+
+
+@pytest.mark.slow
+def test_run_can_be_read_and_resumed_without_its_extension(tmp_path: Path) -> None:
+    packages = install(tmp_path / "packages")
+    config = write_config(
+        tmp_path,
+        generator={"pager": "n5", "volume": 3},
+        trainer={"num_steps": 2},
+        checkpoint={"every": 1},
+    )
+    plain = write_config(tmp_path / "plain", trainer={"num_steps": 2})
+    run_dirs = {config: tmp_path / "used", plain: tmp_path / "unused"}
+    for path, run_dir in run_dirs.items():
+        run = ("-m", "asyncrl", "run", path, "--run-dir", run_dir)
+        done = python(*run, packages=packages)
+        assert done.returncode == 0, done.stderr
+        written = (run_dir / "config.yaml").read_text()
+        assert "pager 1.0 of acme-pager" in written.splitlines()[1]
+        assert set(yaml.safe_load(written)["generator"]) & {"pager", "volume"} == (
+            {"pager"} if path == config else set()
+        )
+        for command in ("status", "report", "inspect"):
+            done = python("-m", "asyncrl", command, run_dir)
+            assert done.returncode == 0, done.stderr
+    more = ("trainer.num_steps=3", "--allow-change", "trainer.num_steps")
+    resume = ("-m", "asyncrl", "run", plain, *more, "--run-dir", run_dirs[plain])
+    done = python(*resume)
+    assert done.returncode == 0, done.stderr
+    # By the user's file and by the run's own, which says what is missing.
+    for path in (config, run_dirs[config] / "config.yaml"):
+        run = ("-m", "asyncrl", "run", path, *more, "--run-dir", run_dirs[config])
+        done = python(*run)
+        assert done.returncode == 2
+        assert "generator.pager" in done.stderr
+        assert (
+            "install pager 1.0 of acme-pager: the run was started with it"
+            in done.stderr
+        )
+    newer = install(tmp_path / "newer", version="1.1")
+    done = python(*run, packages=newer)
+    assert done.returncode == 0, done.stderr
+    assert "was started with the extension pager 1.0 of acme-pager; here are" in (
+        done.stdout + done.stderr
+    )
+
+
+# ---- asyncrl's own
+
+
+def test_own_extensions_are_the_folders() -> None:
+    own = [
+        source for source in discover().sources.values() if source.package == "asyncrl"
+    ]
+    assert (
+        sorted(source.name for source in own) == OWN == sorted(USES) == sorted(MAY_NAME)
+    )
+    known = {key.name: key.meaning for *_, keys in sections() for key in keys}
+    for extension in extensions().values():
+        assert not extension.page or (ROOT / extension.page).is_file()
+        for section in extension.fields:
+            for added in extension.fields_of(section):
+                assert isinstance(added, AddedField)
+                assert known[f"{section}.{added.name}".removeprefix(".")] == added.text
+
+
+@pytest.mark.parametrize(
+    "module",
+    sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in ROOT.glob("asyncrl/extensions/*/*.py")
+    ),
+)
+def test_each_module_of_an_extension_can_be_imported_first(module: str) -> None:
+    program = f"import {module}, asyncrl.config.load as load; load.all_keys()"
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", IN_USE)
+def test_config_of_a_run_is_read_without_the_extension(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(run_config_yaml(load_config(ROOT / QUICKSTART, [USES[name][0]])))
+    program = (
+        "import sys; from pathlib import Path; from asyncrl.config import load as load; "
+        "print(load.load_written(Path(sys.argv[1])).seed)"
+    )
+    done = python("-c", program, path, ASYNCRL_EXTENSIONS="core")
+    assert done.stdout == "0\n", done.stderr
+
+
+def code_of(path: Path) -> str:
+    """Return the code of a file, without its comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                each
+                for each in body
+                if not (
+                    isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+                )
+            ] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize("name", IN_USE)
+def test_code_of_the_core_names_no_extension(name: str) -> None:
+    core = [
+        path
+        for folder in ("asyncrl", "servers")
+        for path in (ROOT / folder).rglob("*.py")
+        if "extensions/" not in str(path) and "templates/content" not in str(path)
+    ]
+    named = {
+        str(path.relative_to(ROOT))
+        for path in core
+        if re.search(rf"(?<![a-z]){name}(?![a-z])", code_of(path), re.I)
+    }
+    assert named == MAY_NAME[name].keys()
+
+
+@pytest.fixture(params=IN_USE)
+def without(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """A copy of the product without an extension, and its name."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("asyncrl", "servers", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.rmtree(tmp_path / "asyncrl/extensions" / request.param)
+    return request.param, tmp_path
+
+
+@pytest.mark.slow
+def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
+    name, folder = without
+
+    def asyncrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "asyncrl", *arguments],
+            cwd=folder,
+            env={"PYTHONPATH": f"{folder}:{folder}/servers", "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    assert f"\n{name} " not in f"\n{asyncrl('extensions').stdout}"
+    for arguments in (
+        ("check", QUICKSTART),
+        ("run", QUICKSTART, "trainer.num_steps=3", "--run-dir", "run"),
+    ):
+        done = asyncrl(*arguments)
+        assert done.returncode == 0, done.stderr
+    override, says = USES[name]
+    done = asyncrl("check", QUICKSTART, override)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+# ---- the example
+
+
+@pytest.mark.slow
+def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "examples/extension", source)
+    venv = (sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    subprocess.run(venv, check=True)
+    (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    # The packages of this environment, instead of a download.
+    (packages / "parent.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+
+    def inside(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "venv/bin/python", "-m", *arguments],
+            cwd=ROOT,
+            env=environment(ASYNCRL_EXTENSIONS=""),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    offline = ("--no-deps", "--no-index", "--no-build-isolation")
+    done = inside("pip", "install", *offline, source)
+    assert done.returncode == 0, done.stderr
+    assert "tries 1.0 of asyncrl-tries" in inside("asyncrl", "extensions").stdout
+    two = (QUICKSTART, "generator.tries=2", "rollout.max_prompt_tokens=40")
+    few = ("trainer.num_steps=2", "observe.trackers=[]")
+    assert "tries: 2 answers" in inside("asyncrl", "check", *two).stdout
+    refused = inside("asyncrl", "check", *two, "gateway.max_calls=1")
+    assert "generator.tries=2 is more than gateway.max_calls=1" in refused.stderr
+    run_dir = tmp_path / "run"
+    done = inside("asyncrl", "run", *two, *few, "--run-dir", run_dir)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((run_dir / "samples.jsonl").read_text().splitlines()[-1])
+    assert last["num_sampled"] > 12  # max_tokens of one answer
+
+    assert inside("pip", "uninstall", "-y", "asyncrl-tries").returncode == 0
+    assert "tries" not in inside("asyncrl", "extensions").stdout
+    assert inside("asyncrl", "status", run_dir).returncode == 0
+    refused = inside("asyncrl", "run", *two, *few, "--run-dir", run_dir)
+    assert refused.returncode == 2
+    assert "generator.tries on the command line is not a known key" in refused.stderr
+    assert "install tries 1.0 of asyncrl-tries" in refused.stderr
