@@ -469,11 +469,12 @@ class Producers:
         if again is not None:
             self._set_aside.append((start_version, again))
         if self._failed_in_a_row >= self.config.max_failed_groups:
+            what, _, way_out = reason.partition("\n  Way out: ")
             raise TaskError(
                 self.name,
-                f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
+                f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {what}",
                 rule=f"rollout.max_failed_groups={self.config.max_failed_groups} in a row end the run",
-                way_out="correct what the last failure names, then start again.",
+                way_out=way_out or "correct what it names, then start again.",
             )
         self.sink.fail_nowait(group_id)
 
