@@ -19,6 +19,7 @@ from jinja2 import Template, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.messages.worker_api import CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -149,6 +150,7 @@ class HFChatTokenizer:
             None if parse_special_tokens else PlainText(self._backend, template)
         )
         self._short_ids = lru_cache(1024)(self._encoded)
+        self._short_texts = lru_cache(4096)(self._decoded)
         self._writes_system = cache(self._finds_system)
         # True for SmolVLM, Idefics 3, LLaVA
         # The last False stays if neither form works.
@@ -497,18 +499,20 @@ class HFChatTokenizer:
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
+        # A call decodes its last tokens several times, as the context of others.
+        is_short = len(token_ids) <= CONTEXT_TOKENS
+        decode = self._short_texts if is_short else self._decoded
+        return decode(tuple(token_ids), skip_special_tokens)
+
+    def _decoded(self, token_ids: tuple[int, ...], skips_special: bool) -> str:
         if (
-            not skip_special_tokens
+            not skips_special
             and len(token_ids) == 1
             and token_ids[0] in self.special_ids
         ):
             # sentencepiece decodes its marks of spaces
             return str(self._backend.id_to_token(token_ids[0]))
-        return str(
-            self._decoder.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens
-            )
-        )
+        return str(self._decoder.decode(token_ids, skip_special_tokens=skips_special))
 
 
 def _load(model_path: str) -> PreTrainedTokenizerFast:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -389,6 +390,9 @@ def _has_loss(node: ChatNode, outcome: Outcome) -> bool:
 
 
 def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
+    # Without branches there is one order.
+    if all(after.parent is before for before, after in pairwise(nodes)):
+        return [*nodes]
     parents = {node.parent for node in nodes}
     own = {}
     for node in nodes:

@@ -101,7 +101,8 @@ class Chain:
             each["function"]["name"]: _defaults(each["function"])
             for each in tools or ()
         }
-        self._state = new_hash(_to_json([tools, settings]).encode())
+        about = _to_json([tools, settings]).encode() if tools or settings else b""
+        self._state = new_hash(about)
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         self.forms: list[int] = []

@@ -170,15 +170,14 @@ class GatewaySession:
 
     def __post_init__(self) -> None:
         self.key = self.user_key or secrets.token_hex(24)
-        limits = self.sessions.limits
-        own = self.rules
-        self.limits = limits.model_copy(
-            update={
-                "max_calls": own.max_calls or limits.max_calls,
-                "max_rollout_tokens": own.max_rollout_tokens
-                or limits.max_rollout_tokens,
-            }
-        )
+        self.limits = self.sessions.limits
+        own = {
+            name: value
+            for name in ("max_calls", "max_rollout_tokens")
+            if (value := getattr(self.rules, name))
+        }
+        if own:
+            self.limits = self.limits.model_copy(update=own)
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self.chats = ChatsByAnswer(self.limits.max_calls)
         self.retries = Retries()
@@ -370,13 +369,16 @@ class GatewaySession:
                 else engine_unavailable(run_end)
             )
 
-        ended = self._until_end(cut)
         try:
-            async with ended as scope:
+            async with within(None, lambda: cut(self.ended)) as scope:
+                self._scopes.add(scope)
                 connection.on_lost = partial(_cut, scope)
-                async with AsyncExitStack() as place:
-                    await place.enter_async_context(self._open_requests)
-                    yield place
+                try:
+                    async with AsyncExitStack() as place:
+                        await place.enter_async_context(self._open_requests)
+                        yield place
+                finally:
+                    self._scopes.discard(scope)
         except ApiError as error:
             # A prompt that no longer fits is a limit like max_calls: unless the agent
             # continues with a shorter prompt, its rollout is truncated, not failed.

@@ -96,6 +96,9 @@ Marks = tuple[str, str]
 THINKING: Marks = ("<think>", "</think>")
 
 
+_escape = cache(re.escape)
+
+
 def opens_thought(prompt: str, marks: Marks) -> bool:
     return prompt.rstrip().endswith(marks[0].rstrip())
 
@@ -110,7 +113,7 @@ def drop_marks(text: str, marks: Marks) -> str:
     """Drop the marks of thoughts. Templates write empty thoughts depending on later
     messages.
     """
-    begin, end = map(re.escape, map(str.strip, marks))
+    begin, end = map(_escape, map(str.strip, marks))
     return re.sub(rf"(?:{begin}|{end})\s*", "", text)
 
 
@@ -576,7 +579,7 @@ class ToolFormat:
         yield from self.read_text(reader)
 
     def _read_thought(self, reader: AnswerReader) -> Steps[None]:
-        begin, end = map(re.escape, self.thinking)
+        begin, end = map(_escape, self.thinking)
         # A model may close a thought that nobody has opened (MiniMax-M3 does).
         others = "" if reader.is_thinking else f"(?={end})"
         head = rf"\s*(?:{begin}\s*|{others})"
