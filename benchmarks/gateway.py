@@ -57,7 +57,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 HOST = "127.0.0.1"
 SESSIONS = 64
-ROUNDS = 9
+ROUNDS = 15
 TURNS = 4
 THINK_S = 0.3
 WARM_UP_S = 1.0

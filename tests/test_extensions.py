@@ -99,7 +99,7 @@ def test_added_settings_are_fields_like_others(tmp_path: Path) -> None:
     ]
     refused = " ".join(found.pop("refused"))
     for part in (
-        "give at most one of python, command, verifiers, openenv, pager, remote",
+        "generator.verifiers, generator.openenv, generator.pager, generator.remote",
         "pagers.number=0 on the command line: Input should be greater than or equal",
         "pagers on the command line: number=4 needs as many tries",
         "did you mean pagers.number?",

@@ -77,8 +77,8 @@ def test_several_tasks_hold_out_their_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "evaluation", "words"),
     [
-        (TENTH, {"task": {"files": ["x.jsonl"], "reward": "math"}}, "names others"),
-        ("train", {"task": {"files": ["x.jsonl"], "split": TENTH}}, "names others"),
+        (TENTH, {"task": {"files": ["x.jsonl"], "reward": "math"}}, "names other rows"),
+        ("train", {"task": {"files": ["x.jsonl"], "split": TENTH}}, "names other rows"),
         (TENTH, None, "is absent"),
         ({"eval": 0.0}, {}, "greater than 0"),
         ({"eval": 1.0}, {}, "less than 1"),

@@ -119,7 +119,7 @@ def test_arguments_follow_config_json(
 
 def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     for name in (*VLLM_OWN, "max-model-len", "no-enable-scale-out", "--middleware+"):
-        with pytest.raises(ValidationError, match=f"vllm has {re.escape(name)}, "):
+        with pytest.raises(ValidationError, match=rf"vllm\.{re.escape(name)} is set"):
             RolloutConfig(engine="vllm", vllm={name: "x"})
     RolloutConfig(engine="vllm", vllm={"enforce-eager": True})
     defaults = {

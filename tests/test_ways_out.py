@@ -64,6 +64,7 @@ TAKEN = (
 NOT_PROVOKED = {
     "{} was written by asyncrl {}, and this is {}: {}": "test_older_runs.py",
     "cannot read the config {}: {}": "a file without settings; test_config.py",
+    "the extension {} cannot be used: {}": "test_extensions.py",
     "it is not key=value": "the end of the refusal of an override",
     "there are several; say which one, and its key: {}": "the end of such a refusal",
     "no setting, section or meaning has {}{}": "of asyncrl keys; test_cli.py",
@@ -153,7 +154,8 @@ def _runs(_folder: None) -> None:
 def commands_in(said: str, line: str) -> list[str]:
     words = shlex.split(line)
     meant = {"RUN_DIR": words[1:2], "CONFIG": words[1:2]}
-    found = [f"{name}{rest}" for _, name, rest in COMMAND.findall(said)]
+    error = said.partition("Error: ")[2] or said  # behind the usage
+    found = [f"{name}{rest}" for _, name, rest in COMMAND.findall(error)]
     return [
         shlex.join(
             part for word in shlex.split(one) for part in meant.get(word, [word])

@@ -171,7 +171,7 @@ class GeneratorConfig(FrozenConfig):
             "outcomes": {
                 "posted": ["command", "remote"],
                 "later": ["python", "command", "remote"],
-                "none": ["python", "command", "openenv", "remote"],
+                "none": [name for name in kinds if name != "verifiers"],
             }.get(self.outcomes, kinds),
         }
         for name in self.given(*for_kinds):
