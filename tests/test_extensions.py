@@ -279,6 +279,10 @@ def test_own_extensions_are_the_folders() -> None:
 def test_each_module_of_an_extension_can_be_imported_first(module: str) -> None:
     program = f"import {module}, asyncrl.config.load as load; load.all_keys()"
     done = python("-c", program)
+    # A module of an extension may need a package of an extra.
+    missing = re.search(r"ModuleNotFoundError: No module named '([^']+)'", done.stderr)
+    if missing and not missing[1].startswith("asyncrl"):
+        pytest.skip(f"needs the package {missing[1]}")
     assert done.returncode == 0, done.stderr
 
 
