@@ -424,7 +424,8 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
         written, single_node(machine(num_cuda, has_bfloat16=has_bf16))
     )
     assert config.model.dtype == dtype
-    assert bool(messages) == (written.model.dtype == "auto")
+    says_auto = any("auto is" in one for one in messages)
+    assert says_auto == (written.model.dtype == "auto")
 
 
 @pytest.mark.parametrize(
@@ -447,6 +448,10 @@ def test_auto_dtype_is_float32_on_cards_without_bfloat16(
     (node,) = nodes
     here = replace(node, machine=replace(node.machine, has_bfloat16=True))
     assert resolve_auto(written, [here])[0].model.dtype == dtype
+    fixed = load("model.dtype=bfloat16", "placement={trainer: 0, rollout: cpu}")
+    _, messages = resolve_auto(fixed, [here])
+    is_warned = any("warning: cuda:0 computes bfloat16" in one for one in messages)
+    assert is_warned == (dtype == "float32")
 
 
 SPREAD = [RAY, "weight_sync.transport=auto"]

@@ -692,12 +692,18 @@ def resolve_auto(
     """
     placement = place(config, nodes, extra)
     messages = list[str]()
-    if config.model.dtype == "auto":
-        used = [*placement.trainer, *placement.engine_devices]
-        is_fast = all(
-            nodes[one.node].machine.has_fast_bfloat16(one.name) for one in used
+    used = [*placement.trainer, *placement.engine_devices]
+    slow = [
+        placement.label(one)
+        for one in used
+        if not nodes[one.node].machine.has_fast_bfloat16(one.name)
+    ]
+    if config.model.dtype == "bfloat16" and slow:
+        messages.append(
+            f"warning: {slow[0]} computes bfloat16 in software, which is slow: set model.dtype=float32"
         )
-        dtype = "bfloat16" if is_fast else "float32"
+    if config.model.dtype == "auto":
+        dtype = "float32" if slow else "bfloat16"
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"dtype": dtype})}
         )
