@@ -122,6 +122,8 @@ def look_at_task(
     )
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
+    if isinstance(task, VerifiersTask):
+        source = f"verifiers {task.taskset_name}"
     if len(task) == 0:
         raise ConfigError(
             f"the task has no prompts; it reads {source or 'no file'}",
@@ -533,6 +535,7 @@ class VerifiersTask:
 
     def __init__(self, taskset: Any, *, size: int) -> None:
         self._items: list[Item] = []
+        self.taskset_name = type(taskset).__name__
         try:
             with user_code():
                 # An endless taskset must be cut; a bounded one is used whole.
