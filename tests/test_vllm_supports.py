@@ -134,7 +134,8 @@ def test_resumed_segments_keep_their_supports_and_penalties(
 ) -> None:
     async def story(server: VllmServer) -> None:
         weights = house.pushed[server.policy_version]
-        request = house.request(top_p=0.8, max_tokens=60, **given)
+        # Long enough to be running at the push on a machine of any speed.
+        request = house.request(top_p=0.8, max_tokens=500, **given)
         pool = EnginePool([server], slots=4)
         manifest = house.stage(server.policy_version + 1, house.base)
         digest = await server.prepare(manifest)
