@@ -176,7 +176,7 @@ _EXTENSIONS = "# extensions "
 
 
 def extensions_of(path: Path) -> str:
-    """Return the extensions with which a run was started, from its config."""
+    """Return the extensions of a run at its start, from its config."""
     with path.open(encoding="utf-8") as file:
         first, second = file.readline(), file.readline()
     is_of_run = first.startswith(_WRITTEN_BY) and second.startswith(_EXTENSIONS)

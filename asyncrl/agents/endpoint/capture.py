@@ -390,7 +390,7 @@ def _has_loss(node: ChatNode, outcome: Outcome) -> bool:
 
 
 def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
-    # Without branches there is one order.
+    # A conversation without branches has one order, and most have none.
     if all(after.parent is before for before, after in pairwise(nodes)):
         return [*nodes]
     parents = {node.parent for node in nodes}

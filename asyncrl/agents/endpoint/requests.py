@@ -293,7 +293,7 @@ def _tidy(message: object, info: ValidationInfo[Reading]) -> object:
     """
     if not isinstance(message, dict):
         return message
-    # Most messages: 5 us less for each message of each call.
+    # Most messages, of which each call sends all again: 0.4 us instead of 1.5.
     is_plain = message.keys() == {"role", "content"} and message["role"]
     if is_plain and isinstance(message["content"], str):
         return message
