@@ -51,6 +51,9 @@ METRICS_HEAD = """\
 Each step is a line of `metrics.jsonl`, and each metric a scalar in [trackers](monitoring.md). Each evaluation
 is a line of `eval.jsonl`. A name ending in `*` covers all names with that beginning.
 
+The journal gives the exact counts of tokens and groups. Other counts of the whole run are of the work that was
+done: after a kill, repeated work counts again, and counts since the last step are lost.
+
 <div class="key-filter"></div>
 """
 

@@ -162,6 +162,7 @@ def test_a_client_keeps_one_run_over_a_resume(
     name: str, settings: list[str], ids: list[str], tmp_path: Path
 ) -> None:
     own = {
+        "PYTHONPATH": str(Path(__file__).parent / "kit"),
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "HOME": str(tmp_path),
         "WANDB_SILENT": "true",

@@ -53,10 +53,13 @@ by themselves.
 PATIENCE_S = 240.0
 FREE_METRICS = tuple(
     "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts "
-    "sample/interrupted teacher/wait_s policy/logprob_gap_mean/ policy/logprob_gap_max/ "
+    "sample/interrupted teacher/tokens teacher/wait_s judge/ reward/texts reward/tokens "
+    "policy/logprob_gap_mean/ policy/logprob_gap_max/ "
     "eval/ evaluation/ gateway/ harness/".split()
 )
-"""Metrics about the course of a run, not its results: they may differ after a kill."""
+"""Metrics about the course of a run, not its results: they may differ after a kill. A
+teacher, for example, scores a rollout again whose group was not yet stored.
+"""
 
 
 def fuzz_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
