@@ -309,7 +309,7 @@ def cuda_lines(device: Any) -> list[str]:
     import torch
 
     from asyncrl.trainer.attention import choose_flash
-    from asyncrl.trainer.fused import missing_for_compiling
+    from asyncrl.trainer.compiled import missing_for_compiling
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.split()

@@ -35,8 +35,8 @@ from asyncrl.models.loading import (
 )
 from asyncrl.models.rope_lengths import pin_length
 from asyncrl.trainer.attention import HOPPER, choose_flash
+from asyncrl.trainer.compiled import layers_of, why_not_compiled
 from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
-from asyncrl.trainer.fused import layers_of, why_not_compiled
 from asyncrl.trainer.optimizer import MasterWeights, cast_model
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks import Ranks

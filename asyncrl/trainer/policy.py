@@ -32,7 +32,7 @@ from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
 from asyncrl.trainer.attention import ATTENTION, number_of
-from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
+from asyncrl.trainer.compiled import compile_layers, compiled, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
 from asyncrl.trainer.supports import Entries, EntriesPart, SupportRows
 from asyncrl.trainer.tree import Layout, places_of
@@ -445,8 +445,6 @@ class Policy(nn.Module):
         self.is_compiled = is_compiled
         if is_compiled:
             compile_layers(model)
-        elif not next(model.parameters()).is_cuda:
-            fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
             log.warning(

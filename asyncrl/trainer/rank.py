@@ -42,9 +42,9 @@ from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, reshard, set_up_torch
+from asyncrl.trainer.compiled import compilations
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.exports import Exports
-from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import Trained, make_optimizer

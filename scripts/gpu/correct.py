@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.algorithms.registry import RECIPES
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
-from asyncrl.trainer.fused import missing_for_compiling
+from asyncrl.trainer.compiled import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.policy import HeadUse, head_scores

@@ -1,10 +1,7 @@
-"""Layers in fewer passes, exchanged in part or compiled as a whole: the same function
-as transformers'.
-"""
+"""Layers that are compiled as a whole: the same function as transformers'."""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,76 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig
 from asyncrl.launch.plan import model_shape
-from asyncrl.trainer import build_model, fused, policy, step_metrics
+from asyncrl.trainer import build_model, policy, step_metrics
+from asyncrl.trainer import compiled as compiled_layers
+from asyncrl.trainer.compiled import why_not_compiled
 from asyncrl.trainer.forward_plan import find_plan
-from asyncrl.trainer.fused import fuse, why_not_compiled
 from asyncrl.trainer.packing import MicroBatch, pack_texts
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step_metrics import StepMeter
 from asyncrl.weights.export import routers_of
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 99,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def results(model: torch.nn.Module, ids_BT: Tensor, grad_BTV: Tensor) -> list[Tensor]:
-    """Logits, then the gradients of all weights."""
-    logits_BTV = model(input_ids=ids_BT).logits
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    return [logits_BTV.detach(), *torch.autograd.grad(logits_BTV, weights, grad_BTV)]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "exchanged"),
-    [
-        ("qwen3", {"Qwen3RMSNorm", "Qwen3Attention"}),
-        ("gemma2", {"Gemma2Attention"}),  # its norm multiplies with 1 + weight
-        ("phi3", {"Phi3RMSNorm"}),  # it rotates only a part of each head
-        ("nanochat", set()),  # it rotates the other way
-    ],
-)
-def test_fused_model_gives_the_same_logits_and_gradients(
-    model_type: str, exchanged: set[str]
-) -> None:
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(model_type, **SIZES)
-    ).eval()
-    for name, weight in plain.named_parameters():
-        if weight.ndim == 1:
-            torch.nn.init.normal_(weight, 1.0, 0.3)
-        if name.endswith("layers.0.input_layernorm.weight"):
-            weight.requires_grad_(False)
-    fused = copy.deepcopy(plain)
-    fuse(fused)
-    fused = copy.deepcopy(fused)  # as a frozen reference is made
-    assert {
-        type(one).__name__ for one in fused.modules() if "forward" in vars(one)
-    } == exchanged
-    given = torch.randint(0, 99, (2, 40)), torch.randn(2, 40, 99)
-    for one, other in zip(results(fused, *given), results(plain, *given), strict=True):
-        assert float((one - other).norm() / other.norm()) < 1e-5
-    for module in fused.modules():
-        if "forward" in vars(module):
-            assert module.forward.__self__ is module, (
-                "a copy computes with its own weights"
-            )
-
-
-# ---- compiled layers
 
 GUARDED = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
@@ -106,11 +43,11 @@ GUARDED = pytest.mark.filterwarnings(
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Trace and differentiate graphs as for a device, and count them."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(fused, "BACKEND", counter)
-    fused.compiled.cache_clear()
+    monkeypatch.setattr(compiled_layers, "BACKEND", counter)
+    compiled_layers.compiled.cache_clear()
     yield counter
     torch._dynamo.reset()
-    fused.compiled.cache_clear()
+    compiled_layers.compiled.cache_clear()
 
 
 @pytest.mark.slow
@@ -157,9 +94,10 @@ def test_compilation_after_the_first_step_warns_of_its_cause(
 ) -> None:
     monkeypatch.setattr(step_metrics, "COMPILE_WARNING_S", 0.0)
     double, root = (
-        fused.compiled(function) for function in (lambda x_N: 2 * x_N, torch.sqrt)
+        compiled_layers.compiled(function)
+        for function in (lambda x_N: 2 * x_N, torch.sqrt)
     )
-    meter = StepMeter(ONE_RANK, "float32", None, fused.compilations)
+    meter = StepMeter(ONE_RANK, "float32", None, compiled_layers.compilations)
     found = list[list[str]]()
     for function, dtype in (
         (double, "float32"),
@@ -231,7 +169,7 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # with Inductor's partitioner
-    monkeypatch.setattr(fused, "BACKEND", "aot_eager_decomp_partition")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager_decomp_partition")
     digests, saved = list[str](), list[int]()
 
     def save(tensor: Tensor) -> Tensor:
@@ -240,7 +178,7 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
 
     for kept in (False, 0.3):
         torch._dynamo.reset()
-        fused.compiled.cache_clear()
+        compiled_layers.compiled.cache_clear()
         trainer = {
             "compile": True,
             "gradient_checkpointing": kept,
@@ -256,12 +194,19 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
     assert saved[0] > 1.2 * saved[1], saved
 
 
-WIDE: dict[str, Any] = SIZES | {
+WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 640,
     "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 96,
+    "vocab_size": 99,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-WIDE |= {"num_attention_heads": 8, "head_dim": 96, "max_position_embeddings": 4096}
 COUNTED: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 4},
     "qwen3": {},
@@ -306,7 +251,7 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, with Inductor's partitioner where layers are compiled on CUDA."""
-    monkeypatch.setattr(fused, "BACKEND", "aot_eager_decomp_partition")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager_decomp_partition")
     architecture = {"model_type": model_type, **WIDE, **COUNTED[model_type]}
     (tmp_path / "config.json").write_text(json.dumps(architecture))
     shape = model_shape(ModelConfig(path=str(tmp_path)))
@@ -333,7 +278,7 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     assert planned(0.0) == pytest.approx(inputs + recomputed, rel=0.02)
     if model_type == "llama":  # a budget keeps the whole tensors that fit
         torch._dynamo.reset()
-        fused.compiled.cache_clear()
+        compiled_layers.compiled.cache_clear()
         model.eval()  # without checkpointing
         with torch._functorch.config.patch(activation_memory_budget=0.8):
             counted = count_saved_bytes(Policy(model, plan, is_compiled=True), micro)
@@ -348,7 +293,7 @@ def test_slow_kernels_on_cuda_are_reported(
 ) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compiled_layers.shutil, "which", lambda _: None)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     spec = make_spec(tiny_model_dir, tmp_path)
     is_compiled = build_model.should_compile(spec, model, ForwardPlan(True, True), cuda)
@@ -385,7 +330,7 @@ def test_uncompilable_model_is_left_or_refused(
         build_model.should_compile(kept, model, packed, cpu)
     with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens alone"):
         build_model.should_compile(asked, model, by_rows, cpu)
-    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compiled_layers.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match="no C compiler"):
         build_model.should_compile(asked, model, packed, cpu)
 
@@ -417,4 +362,4 @@ def test_inductor_learns_the_same_on_a_cpu(
             wanted, found = (learned(one.train(*batch)) for one in (eager, compiled))
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     torch._dynamo.reset()
-    fused.compiled.cache_clear()
+    compiled_layers.compiled.cache_clear()
