@@ -387,6 +387,9 @@ def keys(
         ),
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting.")] = False,
+    count: Annotated[
+        bool, Option("--count", help="With --all: print only their number.")
+    ] = False,
     schema: Annotated[
         bool, Option("--schema", help="All as a JSON schema, for editors.")
     ] = False,
@@ -398,11 +401,16 @@ def keys(
       asyncrl keys staleness
       asyncrl keys --all
     """
-    from asyncrl.config.load import describe_keys, schema_text
+    from asyncrl.config.load import count_keys, describe_keys, schema_text
 
-    typer.echo(
-        schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all)
-    )
+    if count and (what is not None or not list_all):
+        raise typer.BadParameter("--count is of --all, without WHAT")
+    if schema:
+        typer.echo(schema_text().rstrip())
+    elif count:
+        typer.echo(count_keys())
+    else:
+        typer.echo(describe_keys(what, lists_all=list_all))
 
 
 @contextlib.contextmanager

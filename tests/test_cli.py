@@ -103,6 +103,7 @@ report docs -> 2: is not a run directory ... Way out:
 scale docs engines=2 -> 2: is not a run directory ... Way out:
 export docs out -> 2: is not a run directory ... Way out:
 export docs out more -> 2: takes RUN_DIR and OUT
+keys buffer --count -> 2: --count is of --all
 runs docs/none -> 2: there is no folder docs/none ... Way out:
 init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 """.strip().splitlines()
@@ -123,6 +124,14 @@ def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
     )
     assert done.returncode == 0, done.stderr
     return [tuple(answer) for answer in json.loads(done.stdout)]
+
+
+def test_settings_are_counted_once() -> None:
+    (_, listed, _), (_, count, _) = run_lines(ROOT, "keys --all", "keys --all --count")
+    names = re.findall(r"^(\S+) \(", listed, re.MULTILINE)
+    repeated = [name for name in names if name.startswith("task.generator.")]
+    assert {name.removeprefix("task.") for name in repeated} <= {*names}
+    assert int(count) == len(names) - len(repeated)
 
 
 def test_commands_work_without_torch() -> None:

@@ -570,6 +570,14 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     yield "data", " ".join((DataConfig.__doc__ or "").split()), data
 
 
+def count_keys() -> int:
+    """Return the number of settings. Keys of `generator` count once, though a task has
+    them too.
+    """
+    names = [key.name for *_, keys in sections() for key in keys]
+    return sum(not name.startswith("task.generator.") for name in names)
+
+
 def schema_text() -> str:
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
