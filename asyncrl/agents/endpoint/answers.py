@@ -93,6 +93,8 @@ class AnswerText:
         return text[:end]
 
     def _feed(self, token_ids: Sequence[int]) -> str:
+        if self._marks.isdisjoint(token_ids):
+            return self._feed_text(token_ids)
         text = ""
         for is_mark, tokens in itertools.groupby(token_ids, self._marks.__contains__):
             run = list(tokens)
@@ -102,13 +104,16 @@ class AnswerText:
                 self._window = run[-1:]
                 self._num_known = len(marks[-1])
                 continue
-            held = self._held + self._grown(run)
-            end = len(held) - max(
-                (overlap(held, stop) for stop in self._stop), default=0
-            )
-            text += held[:end]
-            self._held = held[end:]
+            text += self._feed_text(run)
         return text
+
+    def _feed_text(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
+        held = self._held + self._grown(token_ids)
+        end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+        self._held = held[end:]
+        return held[:end]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._texts.decode(token_ids, skip_special_tokens=False)
@@ -121,11 +126,13 @@ class AnswerText:
     def _grown(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Return the new text that no later token can change; all if `is_last`."""
         texts = self._texts
-        shown = [
-            token
-            for token in token_ids
-            if token in texts.text_ids and token not in texts.end_ids
-        ]
+        shown = list(token_ids)
+        if not (texts.text_ids.issuperset(shown) and texts.end_ids.isdisjoint(shown)):
+            shown = [
+                token
+                for token in token_ids
+                if token in texts.text_ids and token not in texts.end_ids
+            ]
         end = len(shown)
         while end and not is_last and shown[end - 1] in texts.byte_ids:
             end -= 1

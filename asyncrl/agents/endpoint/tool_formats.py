@@ -287,13 +287,13 @@ class AnswerReader:
         """
         how = "match" if into is None else "search"
         find = getattr(_compiled(pattern), how)
-        # No text matches this pattern. It matches partially where the first way to
-        # match needs more text.
-        find_growing = getattr(_compiled(rf"(?>{pattern}).(?!)"), how)
         while True:
-            held = (
-                None if self.is_last else find_growing(self.text, self.at, partial=True)
-            )
+            held = None
+            if not self.is_last:
+                # No text matches this pattern. It matches partially where the first way
+                # to match needs more text.
+                find_growing = getattr(_compiled(rf"(?>{pattern}).(?!)"), how)
+                held = find_growing(self.text, self.at, partial=True)
             # A match that begins here may still grow longer, or into another one. Only
             # more text can decide.
             is_stuck = held is not None and held.start() == self.at
