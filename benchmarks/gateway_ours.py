@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.endpoint.session import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import ComponentError
 from asyncrl.base.http import SECRET_ENV, Caller, secret_of

@@ -19,8 +19,8 @@ from gateway_cases import (
 )
 from gateway_wires import GATEWAY, all_of, head, raw
 
-from asyncrl.agents.endpoint.engine_route import LONG_TEXT
 from asyncrl.agents.endpoint.gateway import MAX_HEAD
+from asyncrl.agents.endpoint.session import LONG_TEXT
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.messages.records import Outcome
 

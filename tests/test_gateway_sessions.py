@@ -30,11 +30,11 @@ from asyncrl.agents.endpoint.calls import GatewayCall
 from asyncrl.agents.endpoint.chat_node import ChatNode
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.requests import ApiError
+from asyncrl.agents.endpoint.session import GatewaySession
 from asyncrl.agents.endpoint.sessions import (
     MAX_REMEMBERED,
     NUM_RETRIED,
     OPEN_SHARE,
-    GatewaySession,
     Retries,
     Written,
 )

@@ -17,7 +17,7 @@ from agent_cases import EXAMPLE, last_turn, task_of, text_of, tool_call
 from gateway_cases import ScriptedEngine, World, gateway_world, in_loop
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.endpoint.session import GatewaySession
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -161,9 +161,9 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
 
         assert all(runtime.stopped for runtime in _LIVE)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert all(re.search("run_asgi|engine_route", repr(task)) for task in left), (
-            "of the gateway"
-        )
+        assert all(
+            re.search("run_asgi|endpoint/session", repr(task)) for task in left
+        ), "of the gateway"
 
 
 @pytest.mark.parametrize("stream", [False, True])

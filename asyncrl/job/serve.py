@@ -61,7 +61,7 @@ from asyncrl.tasks.task import PromptTask
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
-    from asyncrl.agents.endpoint.sessions import GatewaySession
+    from asyncrl.agents.endpoint.session import GatewaySession
     from asyncrl.agents.work_queue import RolloutQueue
 
 MAX_TEXT = 500

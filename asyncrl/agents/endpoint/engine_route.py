@@ -1,63 +1,26 @@
-"""Reading, planning and sampling of calls."""
+"""An engine, with what its sessions share."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from hashlib import blake2b
-from typing import TypeVar
-from weakref import WeakSet
 
-from asyncrl.agents.endpoint.answers import Answer, AnswerText
-from asyncrl.agents.endpoint.calls import GatewayCall
-from asyncrl.agents.endpoint.capture import Capture, PromptPlan
-from asyncrl.agents.endpoint.dialects import Dialect, Read
-from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
-from asyncrl.agents.endpoint.prefix_match import Frame, PromptMatch, Roles
-from asyncrl.agents.endpoint.requests import (
-    AnyRequest,
-    CallRules,
-    ChatRequest,
-    RequestReader,
-    invalid,
-    parse_json,
-    shown,
-    text_joint,
-    too_long,
-)
-from asyncrl.agents.endpoint.sessions import (
-    GatewaySession,
-    Sessions,
-    engine_unavailable,
-    session_ended,
-)
-from asyncrl.agents.endpoint.sub_agents import Agent
-from asyncrl.agents.endpoint.tool_formats import (
-    NO_FORMAT,
-    ToolFormat,
-    opens_thought,
-)
-from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
+from asyncrl.agents.endpoint.capture import Capture
+from asyncrl.agents.endpoint.grammars import GrammarChecks
+from asyncrl.agents.endpoint.prefix_match import Frame, Roles
+from asyncrl.agents.endpoint.requests import CallRules, RequestReader, text_joint
+from asyncrl.agents.endpoint.session import GatewaySession
+from asyncrl.agents.endpoint.sessions import Sessions
+from asyncrl.agents.endpoint.tool_formats import ToolFormat
+from asyncrl.base.errors import ComponentError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import RUN_RULES, SessionRules
-from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.worker_api import ChatTokenizer
 
-Value = TypeVar("Value")
-
-LONG_BODY = 2**14
-"""Bytes of a body read in a thread: 10 ms."""
-LONG_TEXT = 2**14
-"""Characters of a text tokenized in a thread: 15 ms."""
 NUM_ENCODING = 4
 """Texts tokenized at once."""
-MAX_CHARACTERS = 64
-"""Most characters per prompt token."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[ComponentError], None]
@@ -65,12 +28,7 @@ OnBroken = Callable[[ComponentError], None]
 
 @dataclass(eq=False, repr=False)
 class EngineRoute:
-    """SessionHost of one engine.
-
-    Waits: threads, slots and the engine, within the session's in_hand().
-    Invariant: the engine gets only checked values. A broken engine goes to `on_broken`,
-        its calls get 503; a request that it refuses gets 400.
-    """
+    """SessionHost of one engine."""
 
     sessions: Sessions
     engine: EnginePool
@@ -90,10 +48,8 @@ class EngineRoute:
         self.reader = RequestReader(
             self.rules, text_joint(self.tokenizer), self.tokenizer.variables
         )
-        self._rendering = asyncio.Lock()
-        self._encoding = asyncio.Semaphore(NUM_ENCODING)
-        self.opened = WeakSet[GatewaySession]()
-        """Sessions whose calls this route answers."""
+        self.rendering = asyncio.Lock()
+        self.encoding = asyncio.Semaphore(NUM_ENCODING)
 
     def open_nowait(
         self,
@@ -114,7 +70,7 @@ class EngineRoute:
             keeps_thoughts=self.sessions.limits.thoughts == "keep",
             frames=self.frames,
         )
-        session = GatewaySession(
+        return GatewaySession(
             self.sessions,
             capture,
             rollout_id,
@@ -124,328 +80,5 @@ class EngineRoute:
             route_key=route_key,
             user_key=user_key,
             rules=rules,
+            route=self,
         )
-        self.opened.add(session)
-        return session
-
-    async def read(
-        self, session: GatewaySession, dialect: Dialect, body: bytes
-    ) -> Read:
-        """Parse and check a body in its dialect. Raises ApiError."""
-        return await _run(
-            self._rendering,
-            lambda: dialect.read(self.reader, parse_json(body), session.chats),
-            in_thread=len(body) >= LONG_BODY,
-        )
-
-    async def count(
-        self, session: GatewaySession, dialect: Dialect, body: bytes
-    ) -> int:
-        # A count renders and encodes a whole chat, but uses up no call. Free calls have
-        # their own limit.
-        session.free_call_nowait()
-        asked, _ = await self.read(session, dialect, body)
-        assert isinstance(asked, ChatRequest), "only chats are counted"
-        _, _, num_tokens = await self._matched(session, asked, len(body))
-        return num_tokens
-
-    async def plan(
-        self,
-        session: GatewaySession,
-        agent: Agent,
-        dialect: Dialect,
-        asked: AnyRequest,
-        num_bytes: int,
-    ) -> GatewayCall:
-        """Return a call that is ready to sample: its prompt, grammar and seed, and how
-        its answer is read. Raises ApiError.
-        """
-        session.check_limits()
-        # Counted before the first await, so that parallel calls cannot pass the limit
-        # together.
-        session.num_calls += 1  # refusals from here on cost work
-        order = session.num_calls
-        planned = await self._planned(session, asked, num_bytes)
-        # Before take_number: a refused grammar must not use up a number. Only an
-        # existing call is withdrawn.
-        grammar = await self._grammar(asked, planned)
-        rules = self.rules
-        most = session.rules.max_tokens or rules.max_tokens
-        room = rules.max_length - planned.whole.length
-        max_tokens = min(asked.max_tokens or most, most, room)
-        if session.user_key and session.opening is None:
-            session.opening = asked.messages
-        # A seed follows from the ids of the prompt and the number among equal prompts,
-        # not from the order of arrival. So a rollout with parallel calls can be
-        # repeated. Agents whose names are the same in each run count for themselves.
-        digest = planned.whole.state.digest()
-        if agent.is_stable:
-            digest += agent.name.encode()
-        number = None if asked.seed is not None else session.take_number(digest)
-        key = call_key(
-            digest, f"seed {asked.seed}" if number is None else f"number {number}"
-        )
-        thinking = self._thinking(asked, planned)
-        answer = self._answer(session, dialect, asked, planned, key, thinking)
-        return GatewayCall(
-            name=f"{dialect.name}-{planned.number}",
-            model=rules.model_name,
-            order=order,
-            planned=planned,
-            agent=agent,
-            key=digest,
-            number=number,
-            answer=answer,
-            request=SamplingRequest(
-                # With the attempt: the first request of a retried rollout may reach an
-                # engine before it has ended those of the failed attempt.
-                request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
-                prompt_ids=planned.prompt_ids,
-                max_tokens=max_tokens,
-                **(rules.sampling.parameters | asked.sampling),
-                stop=_stop_texts(asked, answer),
-                seed=self.seed_of(
-                    session.prompt_id, session.sample_index, session.attempt, key
-                ),
-                route_key=session.route_key,
-                after=session.last_span,
-                grammar=grammar,
-                top_logprobs=asked.top_logprobs,
-                thinking=thinking,
-            ),
-            # The trainer knows one temperature, and other parameters by the supports
-            # that they leave.
-            is_trained=asked.sampling.keys() <= rules.replayed,
-        )
-
-    async def _grammar(self, asked: AnyRequest, planned: PromptPlan) -> str | None:
-        """Return the grammar of an answer, once it is checked. Raises ApiError."""
-        if not isinstance(asked, ChatRequest):
-            return None
-        grammar = grammar_of(
-            asked,
-            self.tool_format,
-            self.tokenizer,
-            prefill=planned.prefill,
-            prompt=planned.text,
-        )
-        if grammar is not None:
-            source = "response_format" if asked.response_format else "tools"
-            await self.checks.wait_checked(grammar, source)
-        return grammar
-
-    def _thinking(
-        self, asked: AnyRequest, planned: PromptPlan
-    ) -> tuple[str, str] | None:
-        """Return the marks between which stop texts do not count."""
-        if not isinstance(asked, ChatRequest):
-            return None
-        marks = self.tool_format.thinking
-        opening, closing = (mark.strip() for mark in marks)
-        # A stop text with the closing mark is meant to end the thought.
-        if any(closing in text for text in asked.stop):
-            return None
-        return ("" if opens_thought(planned.text, marks) else opening), closing
-
-    def _answer(
-        self,
-        session: GatewaySession,
-        dialect: Dialect,
-        asked: AnyRequest,
-        planned: PromptPlan,
-        key: int,
-        thinking: tuple[str, str] | None,
-    ) -> Answer:
-        """Return the answer of a call, empty: how its text is read, and what of it the
-        client gets.
-        """
-        tool_format = NO_FORMAT
-        if isinstance(asked, ChatRequest):
-            # Without tools to call, text that looks like a call stays text.
-            tool_format = (
-                self.tool_format
-                if asked.callable_tools
-                else self.tool_format.without_tools
-            )
-        splits_thoughts = dialect.splits_thoughts
-        if splits_thoughts is None:
-            splits_thoughts = session.limits.thoughts_field == "reasoning_content"
-        shows_special = session.rules.shows_special
-        if asked.skip_special_tokens is not None:
-            shows_special = not asked.skip_special_tokens
-        text = AnswerText(
-            self.tokenizer,
-            asked.stop,
-            keep_special=tool_format.opens,
-            shows_special=shows_special,
-            before=planned.tail,
-            thinking=thinking,
-        )
-        return Answer(
-            tokenizer=self.tokenizer,
-            tool_format=tool_format,
-            text=text,
-            prefill=planned.prefill,
-            options={
-                "tools": asked.tools,
-                # not the call's number: the next prompt may contain it
-                "name": f"call_{key:016x}",
-                "is_thinking": opens_thought(planned.text, self.tool_format.thinking),
-                "splits_thought": splits_thoughts,
-                "most_calls": 1 if asked.has_one_call else sys.maxsize,
-            },
-            has_logprobs=asked.logprobs,
-            is_streamed=asked.stream,
-        )
-
-    async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
-        """Sample the answer of a call, and finish it. Raises ApiError."""
-        answer = call.answer
-        on_tokens = call.feed if answer.is_streamed else None
-        try:
-            async with session.slots:
-                completion = await self.engine.generate(
-                    call.request, on_tokens=on_tokens, on_spent=session.add_spent_nowait
-                )
-            session.last_span = (
-                completion.tokens.spans[-1] if completion.tokens.spans else None
-            )
-            answer.finish(completion)
-            if answer.has_logprobs:
-                await _run(self._encoding, answer.build_logprobs, in_thread=True)
-        except RequestRefused as refusal:
-            raise invalid(f"The engine refused this call: {refusal.why}.") from None
-        except RolloutFailure as failure:  # a retry would fail too
-            # For example, the user's tool format raised an error.
-            session.fail_nowait(failure)
-            raise session_ended(session.ended or "") from None
-        except ComponentError as error:
-            # Before on_broken, which leads to the end of all sessions: later calls with
-            # their keys must get 503, not 401.
-            self.sessions.end_run_nowait(error.what)
-            self.on_broken(error)
-            raise engine_unavailable(error.what) from None
-        finally:
-            # After an error, too: the writer of a stream waits for this, and would
-            # never end.
-            call.is_sampled = True
-            call.news.set()
-        if not call.is_trained:
-            self.counts["untrained"] += 1
-
-    async def _planned(
-        self, session: GatewaySession, asked: AnyRequest, num_bytes: int
-    ) -> PromptPlan:
-        match = None
-        if isinstance(asked, ChatRequest):
-            match, ids, num_tokens = await self._matched(session, asked, num_bytes)
-        else:
-            prompt = asked.prompt
-            ids = (
-                await self._encode(prompt, asked, adds_special=True)
-                if isinstance(prompt, str)
-                else prompt
-            )
-            num_tokens = len(ids)
-        if num_tokens > self.rules.max_prompt_tokens:
-            raise too_long(
-                f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param
-            )
-        if not num_tokens:
-            raise invalid("prompt has no token.", "prompt")
-        # Other calls may have been recorded since the match, which still holds:
-        # recorded nodes never change and never leave.
-        planned = session.capture.plan(ids, match)
-        if planned.changed is not None:
-            message = asked.messages[planned.changed]
-            self.reader.log_once(
-                f"changed {message['role']}",
-                f"messages[{planned.changed}] ({message['role']}) differs from the call before, so this call "
-                f"begins a new branch with its whole prompt: {shown(message['content'])}. Keep times and "
-                "other changing texts out of it, or put them into the last message",
-            )
-        return planned
-
-    async def _matched(
-        self, session: GatewaySession, asked: ChatRequest, num_bytes: int
-    ) -> tuple[PromptMatch, Sequence[int], int]:
-        """Return the match, the ids after its parent, and the number of all ids. Raises
-        ApiError.
-        """
-        most = self.rules.max_prompt_tokens
-        # Before the chat is rendered, since even empty messages cost time.
-        if len(asked.messages) > most:
-            raise too_long(
-                f"{len(asked.messages)} messages of a token or more", most, asked.param
-            )
-        match = partial(
-            session.capture.match,
-            asked.messages,
-            asked.shown_tools or None,
-            prefill=prefill_of(asked, self.tool_format, self.tokenizer),
-            settings=asked.chat_template_kwargs or None,
-        )
-        try:
-            matched = await _run(
-                self._rendering, match, in_thread=num_bytes >= LONG_BODY
-            )
-        except ValueError as error:
-            raise invalid(f"{error}.", asked.param) from None
-        ids = await self._encode(matched.text, asked, after=matched.neighbor)
-        num_before = 0 if matched.parent is None else matched.parent.whole.length
-        return matched, ids, num_before + len(ids)
-
-    async def _encode(
-        self,
-        text: str,
-        asked: AnyRequest,
-        *,
-        after: str = "",
-        adds_special: bool = False,
-    ) -> Sequence[int]:
-        """Return the ids of a text of a prompt. Raises ApiError."""
-        most = self.rules.max_prompt_tokens
-        # A text of megabytes is refused by its length. Tokenizing it would take
-        # seconds.
-        if len(text) > MAX_CHARACTERS * most:
-            raise too_long(f"{len(text)} characters", most, asked.param)
-        encode = partial(
-            self.tokenizer.encode, text, after=after, adds_special=adds_special
-        )
-        try:
-            return await _run(self._encoding, encode, in_thread=len(text) >= LONG_TEXT)
-        except ValueError as error:
-            raise invalid(f"{error}.", asked.param) from None
-
-
-def _stop_texts(asked: AnyRequest, answer: Answer) -> tuple[str, ...]:
-    """Return the texts at which the engine stops: also behind the only call. If the
-    format has no closing mark, the model continues, and the client gets the first call.
-    """
-    closing = answer.tool_format.close
-    if asked.has_one_call and closing is not None:
-        return (*asked.stop, closing)
-    return tuple(asked.stop)
-
-
-async def _run(
-    limit: AbstractAsyncContextManager[None],
-    function: Callable[[], Value],
-    *,
-    in_thread: bool,
-) -> Value:
-    """Run a function; only tokenizing releases the interpreter, so only it runs
-    concurrently in threads.
-    """
-    if not in_thread:
-        return function()
-    async with limit:
-        return await asyncio.to_thread(function)
-
-
-def call_key(prompt: bytes, source: str) -> int:
-    """Return a key for the seed. It never depends on time; equal concurrent calls may
-    swap answers.
-    """
-    digest = blake2b(prompt + source.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

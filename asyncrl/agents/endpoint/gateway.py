@@ -45,10 +45,10 @@ from asyncrl.agents.endpoint.requests import (
     shown,
     too_large,
 )
+from asyncrl.agents.endpoint.session import GatewaySession
 from asyncrl.agents.endpoint.sessions import (
     CLIENT_GONE,
     MAX_REMEMBERED,
-    GatewaySession,
     Sessions,
     Written,
     client_gone,
@@ -119,7 +119,6 @@ class Gateway:
         self._route = EngineRoute(
             self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke
         )
-        self._routes = [self._route]
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
         self.app = self._app(extra_routes)
@@ -165,18 +164,13 @@ class Gateway:
         )
         # This runs __post_init__ again: the new route has its own counts, locks and
         # frames. It shares the sessions and the verdicts on grammars.
-        route = replace(
+        return replace(
             self._route,
             engine=engine,
             rules=rules,
             seed_of=seed_of,
             on_broken=on_broken,
         )
-        self._routes.append(route)
-        return route
-
-    def _route_of(self, session: GatewaySession) -> EngineRoute:
-        return next(route for route in self._routes if session in route.opened)
 
     def bind(self) -> str:
         """Return the clients' address, without /v1. Idempotent. Raises ConfigError."""
@@ -317,10 +311,9 @@ class Gateway:
         """Record an answer; return the rest to write, and whether it is a stream.
         Raises ApiError.
         """
-        route = self._route_of(session)
-        asked, writer = await route.read(session, dialect, body)
+        asked, writer = await session.read(dialect, body)
         reply.failure = writer.failure
-        call = await route.plan(session, agent, dialect, asked, len(body))
+        call = await session.prompt(agent, dialect, asked, len(body))
         try:
             # A stream gives its place back now. It may wait long for a slot, and must
             # not hold up the heads of later streams. If sampling fails, gather raises
@@ -329,16 +322,16 @@ class Gateway:
             if asked.stream:
                 await reply.place.aclose()
                 _, rest = await asyncio.gather(
-                    route.sample(session, call), _stream(call, writer, reply)
+                    session.sample(call), _stream(call, writer, reply)
                 )
             else:
-                await route.sample(session, call)
+                await session.sample(call)
                 rest = dumped(writer.body(call))
             # Nothing is awaited between this test and the record, so the capture has
             # exactly the answers that are written to connected clients.
             if not is_connected(request):
                 raise client_gone()
-            session.deliver_nowait(call, writer.continues)
+            session.record_nowait(call, writer.continues)
         finally:
             # A cancelled call gives back its number, so that its repetition has the
             # same seed.
@@ -349,8 +342,8 @@ class Gateway:
         session = self.sessions.find(shown_key(request))
         async with session.in_hand(request.scope["connection"]) as place:
             body = await _call_body(session, request, place)
-            count = self._route_of(session).count
-            return JSONResponse({"input_tokens": await count(session, MESSAGES, body)})
+            num_tokens = await session.count(MESSAGES, body)
+            return JSONResponse({"input_tokens": num_tokens})
 
     async def _models(self, request: Request) -> Response:
         self.sessions.find(shown_key(request))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.agents.endpoint.calls import ChatsByAnswer, GatewayCall, StoredChat
+from asyncrl.agents.endpoint.calls import ChatsByAnswer
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
@@ -29,6 +28,9 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.messages.turn_rewards import by_completion
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.session import GatewaySession
 
 # Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
@@ -147,13 +149,13 @@ def client_gone() -> ApiError:
 
 
 @dataclass(eq=False, repr=False)
-class GatewaySession:
-    """A rollout attempt: its key, recorded samples and calls in flight.
+class OpenSession:
+    """A rollout attempt: its key, limits, recorded samples and calls in flight.
 
     Life: open -> ended, with a reason; then its key is unknown.
     Waits: none; calls wait within in_hand(), the owner in while_open().
-    Invariant: end_nowait cancels every call (ApiError 410). Only deliver_nowait adds to
-        `capture`.
+    Invariant: end_nowait cancels every call (ApiError 410). Only record_nowait of
+        GatewaySession adds to `capture`.
     """
 
     sessions: Sessions
@@ -198,7 +200,6 @@ class GatewaySession:
         self.large_bodies = asyncio.Semaphore(MAX_LARGE_BODIES)
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
-        self.sessions.open[self.key] = self
 
     def add_spent_nowait(self, num_tokens: int) -> None:
         self.num_spent += num_tokens
@@ -245,47 +246,6 @@ class GatewaySession:
                 kind=FailureKind.LIMIT,
             )
         )
-
-    def take_number(self, digest: bytes) -> int:
-        taken = self._numbers[digest]
-        # The smallest free number: the repetition of a call that was never delivered
-        # gets the number that its withdrawal has freed, and so the same seed.
-        number = next(number for number in itertools.count() if number not in taken)
-        taken.add(number)
-        return number
-
-    def withdraw_nowait(self, call: GatewayCall) -> None:
-        """Forget a call that was not delivered: the next equal call reuses its seed."""
-        if not call.is_delivered:
-            self._numbers[call.key].discard(call.number)
-
-    def deliver_nowait(self, call: GatewayCall, continues: StoredChat | None) -> None:
-        """Record an answer just before it is written. Raises ApiError if the session
-        ended.
-        """
-        # The rollout may already be scored. An answer after that would reach the agent,
-        # but no trainer.
-        if self.ended is not None:
-            raise session_ended(self.ended)
-        message = call.answer.message
-        self.capture.record(
-            call.planned,
-            call.answer.completion,
-            message,
-            call.name,
-            is_trained=call.is_trained,
-            begun_s=call.begun_s,
-            agent=call.agent.name,
-        )
-        call.is_delivered = True
-        if continues is not None:
-            self.chats[call.name] = continues._replace(
-                messages=[*continues.messages, message]
-            )
-        # The agent continued after the refused call, for example with a condensed
-        # prompt. So the limit did not cut its work, and the rollout is not truncated.
-        if call.order > self._overflow_order:
-            self.overflow = None
 
     def check_limits(self) -> None:
         """Raise ApiError (429) at a limit of the rollout."""
