@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from gateway_cases import in_loop
+from gateway_cases import in_loop, until
 from harness_gateway import (
     WORKER_KEY,
     need_bubblewrap,
@@ -422,6 +424,31 @@ async def test_a_command_reaches_the_gateway() -> None:
 
 
 @pytest.mark.slow
+@in_loop
+async def test_a_command_that_is_cancelled_twice_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its folder goes, and before a loop may close."""
+    begun, remove = tmp_path / "begun", shutil.rmtree
+    was_there = list[bool]()
+
+    def noting(*given: Any, **options: Any) -> None:
+        was_there.append(psutil.pid_exists(process.pid))
+        remove(*given, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noting)
+    script = f"trap '' TERM; touch {begun}; sleep 1000 & wait"
+    running = asyncio.create_task(shell(script).run(TASK, SESSION))
+    await until(begun.exists)
+    (process,) = psutil.Process().children()
+    running.cancel()
+    await asyncio.sleep(0.1)  # in the grace of SIGTERM
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert was_there == [False]
+
+
 @in_loop
 async def test_a_process_cannot_exceed_its_memory_limit() -> None:
     greedy = "kept = []\nwhile True: kept.append(bytearray(b'x' * 2**20))"

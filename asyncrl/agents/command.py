@@ -209,14 +209,7 @@ class CommandHarness:
                 feed.close()
                 await process.ended.wait()
             finally:
-                try:
-                    await _end_group(transport.get_pid())
-                    # a process outside the group may hold a pipe
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_DRAIN_S):
-                            await process.drained.wait()
-                finally:
-                    transport.close()
+                await _end(transport, process)
         return self._checked(process, transport.get_returncode() or 0)
 
     def _checked(self, process: _Process, code: int) -> str:
@@ -257,6 +250,27 @@ class _Process(asyncio.SubprocessProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.drained.set()
+
+
+async def _end(transport: asyncio.SubprocessTransport, process: _Process) -> None:
+    """End a command with its group, and read the rest of its output."""
+    try:
+        await _end_group(transport.get_pid())
+        # a process outside the group may hold a pipe
+        await _within_drain(process.drained)
+    finally:
+        transport.close()
+        # It was killed, but a thread has yet to read that. Without this wait, a loop
+        # that closes now leaves a process that nobody has waited for.
+        _, cancelled = await shielded(_within_drain(process.ended))
+        if cancelled is not None:
+            raise cancelled
+
+
+async def _within_drain(event: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            await event.wait()
 
 
 async def _end_group(group: int) -> None:
