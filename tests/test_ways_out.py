@@ -15,7 +15,7 @@ import pytest
 import yaml
 from followed_ways import Typed, all_refusals, dead_ends, name_of, parts_of, split
 from job_runs import CONFIG
-from needed_extensions import NAMED, by_words
+from needed_extensions import NAMED, marked
 from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 
 from asyncrl.algorithms.registry import resolve
@@ -108,7 +108,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", by_words(REFUSED))
+@pytest.mark.parametrize("line", map(marked, REFUSED))
 def test_each_way_out_of_a_refusal_is_taken(line: str) -> None:
     mistake, says, ways = parts_of(line)
     typed = typed_of(mistake)
@@ -167,7 +167,7 @@ def commands_in(said: str, line: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("_runs")
-@pytest.mark.parametrize("line", by_words(COMMANDS))
+@pytest.mark.parametrize("line", map(marked, COMMANDS))
 def test_commands_in_a_refusal_work(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,11 @@ T = TypeVar("T")
 
 GROUP = "asyncrl.extensions"
 """Group of the entry points, and the package of asyncrl's own extensions."""
-CHOSEN_IN = {"harnesses": "generator", "task_sources": "task"}
+CHOSEN_IN = {
+    "harnesses": "generator",
+    "listeners": "observe",
+    "task_sources": "task",
+}
 """The section whose setting chooses a row by its name, by table."""
 SWITCH = "ASYNCRL_EXTENSIONS"
 """Environment variable: `core` and the names of the extensions to use (unset = all)."""
@@ -71,6 +75,16 @@ class HarnessKind:
     task_source: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ExportKind:
+    """What `asyncrl export --NAME` writes instead of weights. `place`: a function with
+    (run_dir, out, tell=) that returns the object of --json. `text`: of the option.
+    """
+
+    place: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """What an extension adds. A place is `module:name`.
@@ -86,6 +100,12 @@ class Extension:
     description. By name; each needs a field of that name in `task`.
     `launchers`: place of a function from the text behind `NAME:` in setting `launcher` to
     a Launcher; it raises ConfigError.
+    `trackers`: place of a subclass of Tracker, by its name in observe.trackers.
+    `listeners`: place of a RolloutListener, by name; each needs a field of that name in
+    `observe`, and listens if it is not None. `asyncrl sft` refuses that setting.
+    `exports`: kinds of `asyncrl export`, by the name of their option.
+    `commands`: place of the function of a command, as typer takes it, by name. Each
+    `asyncrl` imports its module, so the function imports what it needs.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
     """
@@ -98,6 +118,10 @@ class Extension:
     harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
     task_sources: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    listeners: Mapping[str, str] = field(default_factory=dict)
+    exports: Mapping[str, ExportKind] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
     check: str = ""
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:

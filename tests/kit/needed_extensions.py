@@ -6,7 +6,6 @@ file, and tests marked `extension`, are skipped if the extension is not in use:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ NEEDED = {
         "examples/openenv/echo.yaml",
         "examples/openenv/learn.yaml",
     ],
+    "trackers": ["docs/monitoring.md", "docs/traces.md"],
     "verifiers": [
         "docs/environments.md",
         "docs/evaluation.md",
@@ -40,24 +40,16 @@ NEEDED = {
 NAMED = {
     "openenv": "openenv",
     "ray": "launcher=ray|^launch |^2x",
+    "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
 }
 """Words of settings and commands of an extension, as a pattern."""
 
 
-def by_words(lines: Iterable[str]) -> list[Any]:
-    """Return parameters of a test, marked by the extensions that they name."""
-    return [
-        pytest.param(
-            line,
-            marks=[
-                pytest.mark.extension(name)
-                for name, words in NAMED.items()
-                if re.search(words, line)
-            ],
-        )
-        for line in lines
-    ]
+def marked(line: str, *marks: pytest.MarkDecorator) -> Any:
+    """Return a parameter of a test, marked by the extensions that it names."""
+    names = [name for name, words in NAMED.items() if re.search(words, line)]
+    return pytest.param(line, id=line, marks=[pytest.mark.extension(*names), *marks])
 
 
 def missing_for(file: object) -> list[str]:
