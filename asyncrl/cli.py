@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.extensions import discover, extensions, load_place, rows
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
 from asyncrl.config import load_any, load_config, load_sft
@@ -88,36 +89,44 @@ ServeDir = Annotated[
 ]
 
 
-def with_harness_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option per kind of harness, after its first argument. The
-    function gets their values as `harness`, by kind.
+def with_options(
+    parameter: str, options: Mapping[str, Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a parameter of a command by `options`, annotations by name. The function
+    gets the options' values as this parameter, by name.
     """
 
-    @functools.wraps(function)
-    def command(**given: Any) -> None:
-        harness = {kind: given.pop(kind) for kind in HARNESSES}
-        function(harness=harness, **given)
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            values = {name: given.pop(name) for name in options}
+            function(**{parameter: values}, **given)
 
-    plain = signature(function, eval_str=True)
-    first, *others = [
-        each.replace(kind=Parameter.KEYWORD_ONLY)
-        for each in plain.parameters.values()
-        if each.name != "harness"
-    ]
-    options = [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                Text, Option(metavar=kind.metavar, help=f"Agent: {kind.text}.")
-            ],
-        )
-        for name, kind in HARNESSES.items()
-    ]
-    parameters = [first, *options, *others]
-    command.__dict__["__signature__"] = plain.replace(parameters=parameters)
-    return command
+        added = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option)
+            for name, option in options.items()
+        ]
+        plain = signature(function, eval_str=True)
+        parameters = list[Parameter]()
+        for each in plain.parameters.values():
+            is_replaced = each.name == parameter
+            own = each.replace(kind=Parameter.KEYWORD_ONLY)
+            parameters += added if is_replaced else [own]
+        command.__dict__["__signature__"] = plain.replace(parameters=parameters)
+        return command
+
+    return decorate
+
+
+OF_HARNESSES = {
+    name: Annotated[Text, Option(metavar=kind.metavar, help=f"Agent: {kind.text}.")]
+    for name, kind in HARNESSES.items()
+}
+EXPORTS = rows("exports")
+OF_EXPORTS = {
+    name: Annotated[bool, Option(f"--{name}", help=kind.text)]
+    for name, kind in EXPORTS.items()
+}
 
 
 @app.callback(invoke_without_command=True)
@@ -567,6 +576,7 @@ def watch(
 
 
 @command()
+@with_options("others", OF_EXPORTS)
 @told_if_long("exporting")
 def export(
     paths: Annotated[
@@ -588,9 +598,7 @@ def export(
     min_reward: Annotated[
         float | None, Option(help="Of --samples: only rollouts with this reward.")
     ] = None,
-    traces: Annotated[
-        bool, Option("--traces", help="Rollouts as tokens and OpenTelemetry spans.")
-    ] = False,
+    others: Mapping[str, bool] = {},
     as_json: Json = False,
     push: Annotated[
         Text,
@@ -605,7 +613,7 @@ def export(
 
     Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/
     if it exists, else the newest checkpoint. Needs no GPU. --samples writes a JSONL file
-    of rollouts instead, --traces a folder of two.
+    of rollouts instead.
 
     For example:
       asyncrl export runs/mine my-model
@@ -622,17 +630,16 @@ def export(
     if private and push is None:
         raise typer.BadParameter("--private is of --push")
     is_of_weights = adapter or push is not None or step != "last"
-    if traces and (samples or is_of_weights):
-        raise typer.BadParameter("--traces takes no other option")
+    asked = [name for name in others if others[name]]
+    if asked and (samples or is_of_weights or asked[1:]):
+        raise typer.BadParameter(f"--{asked[0]} takes no other option")
     if samples and is_of_weights:
         raise typer.BadParameter("--samples takes only --min-reward")
     write = functools.partial(
         export_run, step=step, adapter=adapter, push=push, private=private
     )
-    if traces:
-        from asyncrl.job.trace_export import export_traces
-
-        write = functools.partial(export_traces)
+    if asked:
+        write = functools.partial(load_place(EXPORTS[asked[0]].place))
     if min_reward is not None:
         from asyncrl.job.sample_export import export_samples
 
@@ -696,7 +703,7 @@ def delete(
 
 
 @command()
-@with_harness_options
+@with_options("harness", OF_HARNESSES)
 def work(
     url: Annotated[
         str, Argument(metavar="URL", help="Printed address of the gateway.")
@@ -824,6 +831,14 @@ def serve_engine(
 
         code = serve.serve_engine(loaded, run_dir, name=name_of_config(config))
     _exit(code)
+
+
+for _name, _extension in extensions().items():
+    for _command, _place in _extension.commands.items():
+        try:
+            command(_command)(load_place(_place))
+        except ConfigError as error:  # as in discover()
+            discover().broken[_name] = error.what
 
 
 def _exit(exit_code: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from job_runs import run
+from needed_extensions import NAMED
 from page_blocks import blocks
 from printed_texts import (
     DOTTED,
@@ -130,8 +131,7 @@ def test_the_first_page_shows_the_config_of_its_result() -> None:
     assert (shown, len(text.splitlines())) == (measured, 10)
 
 
-@pytest.mark.extension("openenv")
-@pytest.mark.extension("ray")
+@pytest.mark.extension(*NAMED)
 def test_settings_named_on_pages_exist() -> None:
     # Its left column has the keys of others.
     pages = [page for page in PAGES if page.name != "coming-from.md"]
@@ -149,7 +149,16 @@ def test_settings_named_on_pages_exist() -> None:
     assert {each for each in unknown if each[1] not in NO_SETTINGS} == set()
 
 
-@pytest.mark.parametrize("framework", ["TRL", "verl", "AReaL", "SkyRL", "prime-rl"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "TRL",
+        "verl",
+        "AReaL",
+        "SkyRL",
+        pytest.param("prime-rl", marks=pytest.mark.extension("verifiers")),
+    ],
+)
 def test_settings_compared_with_other_frameworks_exist(framework: str) -> None:
     page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {framework}\n")[1].split("\n## ")[0]

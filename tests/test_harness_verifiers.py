@@ -13,18 +13,22 @@ from functools import partial
 from typing import Any
 
 import pytest
-from agent_cases import EXAMPLE, last_turn, task_of, text_of, tool_call
+from agent_cases import EXAMPLE, last_turn, text_of, tool_call
 from gateway_cases import ScriptedEngine, World, gateway_world, in_loop
+from verifiers_alone import task_of
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint.session import GatewaySession
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
+from asyncrl.extensions.verifiers.verifiers_harness import (
+    VerifiersHarness,
+    load_taskset,
+)
 from asyncrl.messages.records import Rollout
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.extension("verifiers")]
 GUESSING = "guessing_env_for_test"
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
 

@@ -381,8 +381,8 @@ def openenv_server() -> Iterator[Any]:
     [
         pytest.param(
             each,
-            marks=pytest.mark.extension("openenv")
-            if harness_of(each) == "openenv"
+            marks=pytest.mark.extension(harness_of(each))
+            if harness_of(each) in ("openenv", "verifiers")
             else (),
         )
         for each in PLANTED
@@ -401,10 +401,11 @@ def test_planted_failure_has_its_name_and_is_never_a_reward(
         if server.process.poll() is not None:  # another failure has ended it
             server.start()
         config = config.model_copy(update={"openenv": server.wait_ready().url})
-    if config.verifiers:
-        from agent_cases import task_of
+    if harness_of(planted) == "verifiers":
+        from verifiers_alone import task_of
 
-        task = task_of(config.verifiers, config.args, planted.get("index", 3))
+        name = planted["config"]["verifiers"]
+        task = task_of(name, config.args, planted.get("index", 3))
         prompt = Prompt("p0", PROMPT.messages, info=dict(task.info))
     harness = build(config)
 
@@ -462,10 +463,12 @@ def test_agent_out_of_time_is_scored_only_if_that_is_asked_for(
 
 
 @pytest.mark.extras
+@pytest.mark.extension("verifiers")
 def test_container_of_a_verifiers_environment_that_does_not_start_has_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from agent_cases import EXAMPLE, task_of
+    from agent_cases import EXAMPLE
+    from verifiers_alone import task_of
 
     monkeypatch.chdir(EXAMPLE)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -299,6 +299,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.extras
+@pytest.mark.extension("verifiers")
 def test_verifiers_environment_is_trained_and_evaluated(tmp_path: Path) -> None:
     config = variant(
         ROOT / "configs" / "agent.yaml",

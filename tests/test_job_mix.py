@@ -100,6 +100,7 @@ def test_advantages_of_tasks_are_checked_before_a_run(
 
 
 @pytest.mark.extras
+@pytest.mark.extension("verifiers")
 def test_each_task_has_its_own_verifiers_environment() -> None:
     values = yaml.safe_load(MIX.read_text())
     environments = ("guessing_env_for_test", "letters_env_for_test")

@@ -47,6 +47,7 @@ from job_runs import (
     wait_until,
     write_config,
 )
+from needed_extensions import NAMED
 from resume_checker import read_evidence, violations
 from safetensors.numpy import load_file, save_file
 from sync_run import SyncRun
@@ -434,7 +435,7 @@ OF_OTHER_PROGRAMS = """
 """Keys of other sources of prompts, harnesses, engines, losses and models."""
 
 
-@pytest.mark.extension("openenv")
+@pytest.mark.extension(*NAMED)
 def test_allowed_changes_train_on(tmp_path: Path) -> None:
     """Each key that a resume may change is here, but for OF_OTHER_PROGRAMS."""
     template = tmp_path / "chat.jinja"

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from followed_ways import Typed, dead_ends, parts_of, split, ways_of_errors
 from job_runs import ROOT, write_config
+from needed_extensions import marked
 from tiny_model import SHAPE
 
 from asyncrl import cli
@@ -185,12 +186,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def with_id(line: str) -> object:
-    is_extra = "reasoning_gym" in line
-    return pytest.param(line, id=line, marks=pytest.mark.extras if is_extra else ())
-
-
-@pytest.mark.parametrize("line", [with_id(line) for line in CASES])
+@pytest.mark.parametrize(
+    "line",
+    [marked(line, *[pytest.mark.extras] * ("reasoning_gym" in line)) for line in CASES],
+)
 def test_check_refuses_what_cannot_run_and_takes_its_way_out(
     line: str,
     here: Path,
@@ -225,9 +224,9 @@ NOT_FOLLOWED = {
     "job/check.py": "a teacher with few tokens",
     "job/evaluate.py": "asyncrl eval, which would score",
     "job/sample_export.py": "a run that has deleted its tokens",
-    "job/trace_export.py": "a run that has deleted its tokens",
     "extensions/ray/__init__.py": "a Python without ray",
     "extensions/ray/ray_launcher.py": "a Ray cluster",
+    "extensions/trackers/trace_export.py": "a run that has deleted its tokens",
     "job/serve.py": "asyncrl serve gateway, which would not end",
     "launch/cluster_file.py": "asyncrl launch: test_ways_out.py",
     "launch/plan.py": "a model of experts",

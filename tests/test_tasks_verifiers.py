@@ -6,23 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import FakeTokenizer
 
-from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
-from asyncrl.config import TaskConfig
+from asyncrl.config import GeneratorConfig, TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
-from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
+from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer
 from asyncrl.tasks.sources import look_at_task
 from asyncrl.tasks.task import PromptTask
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.extension("verifiers")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 
 
@@ -38,7 +36,10 @@ def task_of(
     args_of_task: dict[str, Any] | None = None,
 ) -> PromptTask:
     config = TaskConfig(verifiers=True, args=args_of_task or {})
-    return build_task(config, 0, load_taskset=partial(load_taskset, name, args or {}))
+    generator = GeneratorConfig(verifiers=name, args=args or {})
+    task, _ = look_at_task(config, 0, generator=generator, reads_all=True)
+    assert task is not None
+    return task
 
 
 def prompts_of(task: PromptTask, count: int) -> list[Prompt]:
@@ -61,9 +62,8 @@ def test_prompts_are_the_tasks_of_the_environment() -> None:
 def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
-    task, words = look_at_task(
-        config, 0, load_taskset=partial(load_taskset, "guessing_env_for_test", args)
-    )
+    generator = GeneratorConfig(verifiers="guessing_env_for_test", args=args)
+    task, words = look_at_task(config, 0, generator=generator)
     assert task is None
     assert words == "verifiers GuessingTaskset (its tasks are read when the run starts)"
     with pytest.raises(
@@ -72,7 +72,7 @@ def test_checking_a_config_reads_no_tasks() -> None:
     ):
         task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
     with pytest.raises(ConfigError, match="No module named 'no_such_env'"):
-        look_at_task(config, 0, load_taskset=partial(load_taskset, "no_such_env", {}))
+        look_at_task(config, 0, generator=GeneratorConfig(verifiers="no_such_env"))
 
 
 def test_fields_of_the_taskset_come_from_task_args() -> None:

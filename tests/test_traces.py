@@ -27,7 +27,18 @@ from typer.testing import CliRunner
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.cli import app
-from asyncrl.job.trace_export import SPANS_FILE, TRAINING_FILE, export_traces
+from asyncrl.extensions.trackers.trace_export import (
+    SPANS_FILE,
+    TRAINING_FILE,
+    export_traces,
+)
+from asyncrl.extensions.trackers.traces import (
+    MAX_WAITING,
+    TracedRun,
+    TraceSender,
+    TraceSpan,
+    otlp_json,
+)
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Batch,
@@ -38,13 +49,6 @@ from asyncrl.messages.records import (
     Rollout,
     Ticket,
 )
-from asyncrl.observe.traces import (
-    MAX_WAITING,
-    TracedRun,
-    TraceSender,
-    TraceSpan,
-    otlp_json,
-)
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="extra otlp")
 from google.protobuf import json_format
@@ -54,7 +58,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-pytestmark = pytest.mark.extras
+pytestmark = [pytest.mark.extras, pytest.mark.extension("trackers")]
 PROMPT = Prompt("0/0", ({"role": "user", "content": "add"},))
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 RUN = TracedRun("0123", "run", "policy")

@@ -138,7 +138,12 @@ def test_a_tracker_that_hangs_holds_up_no_call(
     [
         ("trackers_for_test:Noting", {}, "cannot be called as"),
         ("trackers_for_test:Nothing", {}, "has no attribute 'Nothing'"),
-        ("wandb", {"projekt": "x"}, "projekt"),
+        pytest.param(
+            "wandb",
+            {"projekt": "x"},
+            "projekt",
+            marks=pytest.mark.extension("trackers"),
+        ),
     ],
 )
 def test_a_tracker_is_checked_before_a_run(
@@ -148,6 +153,7 @@ def test_a_tracker_is_checked_before_a_run(
         check_trackers(ObserveConfig(trackers=[name], tracker_args={name: args}))
 
 
+@pytest.mark.extension("trackers")
 def test_the_examples_of_the_page_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +181,7 @@ def test_the_examples_of_the_page_work(
     assert said == []
 
 
+@pytest.mark.extension("trackers")
 def test_a_missing_client_is_an_error_naming_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,7 +25,7 @@ from page_cases import make_sample
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.trackers import Background, TrackedRun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extension("trackers")]
 RUN_ID, NUM_STEPS = "0123456789abcdef", 4
 CONFIG = {"seed": 1, "buffer": {"max_staleness": 2}, "task": {"args": {"%": [1]}}}
 ODD = "task/100 % <b>"

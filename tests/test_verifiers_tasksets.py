@@ -24,7 +24,11 @@ from openenv_served import Server
 from asyncrl.agents import Outcome
 from asyncrl.messages.records import Rollout
 
-pytestmark = [pytest.mark.extras, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.extension("verifiers"),
+    pytest.mark.extras,
+    pytest.mark.timeout(600),
+]
 KIT = Path(__file__).parent / "kit"
 PAGE = (ROOT / "docs/verifiers.md").read_text(encoding="utf-8")
 PLAYER = {

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from followed_ways import Typed, all_refusals, dead_ends, name_of, parts_of, split
 from job_runs import CONFIG
+from needed_extensions import NAMED, marked
 from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 
 from asyncrl.algorithms.registry import resolve
@@ -107,7 +108,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@pytest.mark.parametrize("line", map(marked, REFUSED))
 def test_each_way_out_of_a_refusal_is_taken(line: str) -> None:
     mistake, says, ways = parts_of(line)
     typed = typed_of(mistake)
@@ -121,6 +122,7 @@ def test_what_can_work_is_taken(line: str) -> None:
     assert check(typed_of(line)) is None
 
 
+@pytest.mark.extension(*NAMED)
 def test_each_refusal_of_settings_is_met() -> None:
     said = [check(typed_of(parts_of(line)[0])) for line in REFUSED]
     met = {name_of(one) for one in said if one is not None}
@@ -165,7 +167,7 @@ def commands_in(said: str, line: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("_runs")
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", map(marked, COMMANDS))
 def test_commands_in_a_refusal_work(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +218,7 @@ def test_a_wrong_name_in_a_text_is_found(text: str) -> None:
     assert any(FAULTS[text] in fault for fault in faults_of(text))
 
 
+@pytest.mark.extension(*NAMED)
 def test_printed_settings_commands_and_files_exist() -> None:
     texts = [*texts_of("asyncrl"), *texts_of("servers")]
     assert len(texts) > 2500

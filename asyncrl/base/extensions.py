@@ -24,6 +24,12 @@ T = TypeVar("T")
 
 GROUP = "asyncrl.extensions"
 """Group of the entry points, and the package of asyncrl's own extensions."""
+CHOSEN_IN = {
+    "harnesses": "generator",
+    "listeners": "observe",
+    "task_sources": "task",
+}
+"""The section whose setting chooses a row by its name, by table."""
 SWITCH = "ASYNCRL_EXTENSIONS"
 """Environment variable: `core` and the names of the extensions to use (unset = all)."""
 
@@ -57,7 +63,8 @@ class HarnessKind:
 
     `place`: its class, made with (GeneratorConfig, is_worker=); raises ConfigError.
     `metavar`, `text`, `parse`: its option of `asyncrl work`. `takes_args`: whether it
-    reads generator.args.
+    reads generator.args. `task_source`: the only source whose tasks it plays, and whose
+    rewards it brings ('' = it plays any task).
     """
 
     place: str
@@ -65,6 +72,17 @@ class HarnessKind:
     text: str
     parse: Callable[[str], object] = str
     takes_args: bool = True
+    task_source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportKind:
+    """What `asyncrl export --NAME` writes instead of weights. `place`: a function with
+    (run_dir, out, tell=) that returns the object of --json. `text`: of the option.
+    """
+
+    place: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +92,20 @@ class Extension:
     `about`: one sentence. `page`: file or address of its documentation. `extra`: the
     extra of its package that installs its libraries.
     `fields`: place of a sequence of AddedField, by section; '' is the top level.
+    `refusals`: place of a function from the section's config to sentences that refuse it,
+    by section. A sentence writes the section's own settings as .key.
     `harnesses`: harness kinds by name; each needs a field of that name in `generator`.
+    `task_sources`: place of a function from TaskConfig, GeneratorConfig and `reads_all`
+    (whether the run starts) to a PromptTask without a score function, or None, and its
+    description. By name; each needs a field of that name in `task`.
     `launchers`: place of a function from the text behind `NAME:` in setting `launcher` to
     a Launcher; it raises ConfigError.
+    `trackers`: place of a subclass of Tracker, by its name in observe.trackers.
+    `listeners`: place of a RolloutListener, by name; each needs a field of that name in
+    `observe`, and listens if it is not None. `asyncrl sft` refuses that setting.
+    `exports`: kinds of `asyncrl export`, by the name of their option.
+    `commands`: place of the function of a command, as typer takes it, by name. Each
+    `asyncrl` imports its module, so the function imports what it needs.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
     """
@@ -85,8 +114,14 @@ class Extension:
     page: str = ""
     extra: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
     harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
+    task_sources: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    listeners: Mapping[str, str] = field(default_factory=dict)
+    exports: Mapping[str, ExportKind] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
     check: str = ""
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
@@ -185,10 +220,11 @@ def discover() -> Discovery:
             broken[name] = f"it cannot be imported: {type(cause).__name__}: {cause}"
             continue
         used[name] = extension
-        for kind in extension.harnesses:
-            if f"generator.{kind}" not in keys:
-                broken[name] = f"its harness {kind} has no setting generator.{kind}"
-                used.pop(name, None)
+        for table, section in CHOSEN_IN.items():
+            for row in getattr(extension, table):
+                if f"{section}.{row}" not in keys:
+                    broken[name] = f"{row} of {table} has no setting {section}.{row}"
+                    used.pop(name, None)
     return Discovery(sources, used, broken, sorted(sources.keys() - names))
 
 

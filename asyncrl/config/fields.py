@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from asyncrl.base.extensions import load_place
 from asyncrl.messages.records import Count as Count
 from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
+
+READS = "reads"
+"""Context of a validation that accepts conflicts: the written config of a run may lack
+settings of an extension that is not installed.
+"""
 
 
 class FrozenConfig(BaseModel):
@@ -27,6 +34,8 @@ class FrozenConfig(BaseModel):
     )
     free_keys: ClassVar[Collection[str]] = ()
     """Keys that change no computed value, so that a resume accepts any (`*` = all)."""
+    refusals: ClassVar[Sequence[str]] = ()
+    """Places of functions of extensions from this section to more conflicts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,14 +67,18 @@ class FrozenConfig(BaseModel):
         yield from ()
 
     @model_validator(mode="after")
-    def _refuse_conflict(self) -> Self:
+    def _refuse_conflict(self, info: ValidationInfo) -> Self:
+        if info.context == READS:
+            return self
         for name, value in self:
             # A sum of sizes must still be a float, and SQLite's integers have 64 bits.
             if isinstance(value, int) and value.bit_length() > 63:
                 raise ValueError(
                     f".{name} is an integer of more than 64 bits; write a smaller one"
                 )
-        for conflict in self.conflicts():
+        # Refusals of extensions are first: what a section lacks may be theirs.
+        added = (load_place(place)(self) for place in self.refusals)
+        for conflict in itertools.chain(*added, self.conflicts()):
             raise ValueError(conflict)
         return self
 

@@ -39,9 +39,6 @@ HARNESSES: Mapping[str, HarnessKind] = {
         parse=shlex.split,
         takes_args=False,
     ),
-    "verifiers": HarnessKind(
-        "asyncrl.agents.verifiers:VerifiersHarness", "ID", "a verifiers environment"
-    ),
     **rows("harnesses"),
 }
 
@@ -68,10 +65,6 @@ class GeneratorConfig(FrozenConfig):
     command: list[str] | None = None
     """Program and arguments: reads the task as JSON on stdin and the gateway in
     OPENAI_BASE_URL and OPENAI_API_KEY, prints the reward as its last line.
-    """
-    verifiers: str | None = None
-    """Id of a verifiers environment, loaded with `args`; its dataset is the task
-    (task.verifiers).
     """
     remote: bool = False
     """Other machines run the rollouts: `asyncrl work URL`."""
@@ -171,7 +164,11 @@ class GeneratorConfig(FrozenConfig):
             "outcomes": {
                 "posted": ["command", "remote"],
                 "later": ["python", "command", "remote"],
-                "none": [name for name in kinds if name != "verifiers"],
+                "none": [
+                    name
+                    for name in kinds
+                    if name not in HARNESSES or not HARNESSES[name].task_source
+                ],
             }.get(self.outcomes, kinds),
         }
         for name in self.given(*for_kinds):

@@ -7,11 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
+from asyncrl.base.extensions import rows
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+TRACKERS = ("tensorboard", *rows("trackers"))
 
 
+@extended("observe")
 class ObserveConfig(FrozenConfig):
     """Output of the run: files, trackers, console, status port."""
 
@@ -28,10 +31,6 @@ class ObserveConfig(FrozenConfig):
     tracker_args: dict[str, dict[str, object]] = {}
     """Keyword arguments of each tracker by its name, such as {wandb: {project:
     letters}} (docs/monitoring.md).
-    """
-    traces: Literal["otlp"] | None = None
-    """otlp: send each rollout of training as a trace to the OpenTelemetry collector of
-    OTEL_EXPORTER_OTLP_ENDPOINT (docs/traces.md; none = off).
     """
     status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, in

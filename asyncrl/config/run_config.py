@@ -19,7 +19,7 @@ from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig, Seed, located
 from asyncrl.config.gateway_config import GatewayConfig
-from asyncrl.config.generator_config import GeneratorConfig
+from asyncrl.config.generator_config import GeneratorConfig, kind_of
 from asyncrl.config.journal_config import JournalConfig
 from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.model_config import ModelConfig
@@ -204,15 +204,15 @@ class RunConfig(FrozenConfig):
     def eval_generators(self) -> Mapping[str, GeneratorConfig]:
         """Return the generator of each evaluation, by name."""
         found = dict[str, GeneratorConfig]()
+        kind = kind_of(self.generator)
         for name, one in self.evals.items():
-            # A verifiers environment plays its own tasks only.
-            is_played = self.generator.verifiers is None or one.task.verifiers
+            is_played = kind is None or kind.task_source in ("", one.task.source)
             of_run = self.generator if is_played else GeneratorConfig()
             found[name] = one.task.generator or of_run
         return found
 
     @property
-    def _players(self) -> dict[str, tuple[TaskConfig, GeneratorConfig]]:
+    def players(self) -> dict[str, tuple[TaskConfig, GeneratorConfig]]:
         """Return each task with its generator, by the key of the task."""
         tasks = {
             key_of("task", name): (task, self.generators[name])
@@ -235,7 +235,7 @@ class RunConfig(FrozenConfig):
     @property
     def all_tasks(self) -> list[TaskConfig]:
         """Return the tasks of training and of evaluations."""
-        return [task for task, _ in self._players.values()]
+        return [task for task, _ in self.players.values()]
 
     @property
     def teachers(self) -> list[TeacherConfig]:
@@ -494,7 +494,7 @@ class RunConfig(FrozenConfig):
                 yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
 
     def _limit_conflicts(self) -> Iterator[str]:
-        for owner, (task, generator) in self._players.items():
+        for owner, (task, generator) in self.players.items():
             key = f"{owner}.limits"
             limits = task.limits
             num_tokens = limits.max_tokens or self.rollout.max_tokens
@@ -640,10 +640,7 @@ class RunConfig(FrozenConfig):
         is_used = any(task.generator is None for task in self.all_tasks)
         if generator.is_harness and not is_used:
             yield "generator has no use, because every task has its own; remove it"
-        for key, (task, player) in self._players.items():
-            if task.verifiers != (player.verifiers is not None):
-                yield f"set both {key}.verifiers and the verifiers of its generator, or none"
-        for key, (task, player) in self._players.items():
+        for key, (task, player) in self.players.items():
             # Nobody posts rewards later for evaluations.
             is_unpaid = player.outcomes == "later" and key.startswith("eval")
             if not task.has_score and (is_unpaid or not player.brings_reward):

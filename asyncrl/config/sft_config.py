@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
+from asyncrl.base.extensions import rows
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.fields import Count, FrozenConfig, Seed
@@ -24,7 +25,7 @@ IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
     "placement": tuple(key for key in PlacementConfig.model_fields if key != "trainer"),
     "checkpoint": ("keep_best",),
-    "observe": ("traces",),
+    "observe": tuple(rows("listeners")),
 }
 """Keys of shared sections that only a run with rollouts reads."""
 MEAN_NLL = AlgorithmConfig(

@@ -17,13 +17,21 @@ from pydantic import (
     model_validator,
 )
 
+from asyncrl.base.extensions import rows
 from asyncrl.config.algorithm_config import AlgorithmConfig
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import Count, Fraction, FrozenConfig, Name, tag_of
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.judge_config import JudgeConfig, JudgedReward
 from asyncrl.config.reward_model_config import ModelledReward, RewardModelConfig
 from asyncrl.messages.records import SessionRules
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
+
+ADDED_SOURCES: Mapping[str, str] = rows("task_sources")
+"""Sources of extensions."""
+SCORING = ("python", "reasoning_gym")
+"""Sources whose tasks have a score function."""
+SOURCES = ("python", "files", "dataset", "reasoning_gym", *ADDED_SOURCES)
 
 
 def _form_of(reward: object) -> str:
@@ -114,6 +122,7 @@ class HeldOutPart(FrozenConfig):
     """Expected fraction of the rows. A row's side follows from a hash of its prompt."""
 
 
+@extended("task")
 class TaskConfig(FrozenConfig):
     """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or
     `verifiers`. A list of sections gives several tasks.
@@ -144,8 +153,6 @@ class TaskConfig(FrozenConfig):
     reasoning_gym: str | None = None
     """Name of a reasoning-gym task, with settings `args` and number of prompts `size`.
     """
-    verifiers: bool = False
-    """Tasks and rewards of the environment in generator.verifiers."""
     generator: GeneratorConfig | None = None
     """Program of this task's rollouts, on the run's workers (none = `generator` of the
     run; `{}` = one completion).
@@ -198,10 +205,11 @@ class TaskConfig(FrozenConfig):
     """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
     @property
-    def scores_itself(self) -> bool:
-        return (
-            self.python is not None or self.reasoning_gym is not None or self.verifiers
-        )
+    def source(self) -> str:
+        """Return the name of the setting that gives the prompts. '': none, in a config
+        of a run whose extension is not installed.
+        """
+        return next(iter(self.given(*SOURCES)), "")
 
     @property
     def held_out_fraction(self) -> float:
@@ -219,7 +227,7 @@ class TaskConfig(FrozenConfig):
 
     @property
     def has_score(self) -> bool:
-        return self.reward is not None or (self.scores_itself and not self.verifiers)
+        return self.reward is not None or self.source in SCORING
 
     @property
     def judge(self) -> JudgeConfig | None:
@@ -242,7 +250,7 @@ class TaskConfig(FrozenConfig):
     def called(self) -> str:
         if self.name is not None:
             return self.name
-        path = PurePath(self.dataset or (self.files or ["verifiers"])[0])
+        path = PurePath(self.dataset or (self.files or [self.source])[0])
         source = (self.python or "").rpartition(":")[2] or self.reasoning_gym
         source = source or (path.stem if self.dataset is None else path.name)
         # The name becomes part of prompt ids and metrics, where / separates parts.
@@ -256,11 +264,10 @@ class TaskConfig(FrozenConfig):
                 f".generator.{key} cannot differ between tasks, which share the run's workers; remove it, "
                 "and set it in `generator` of the run"
             )
-        names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
-        sources = self.given(*names)
+        sources = self.given(*SOURCES)
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
-            yield f"give exactly one of .{', .'.join(names)} (given: {given})"
+            yield f"give exactly one of .{', .'.join(SOURCES)} (given: {given})"
         if self.held_out_fraction and not (self.files or self.dataset):
             yield f".split={{eval: {self.held_out_fraction}}} is for rows of .files or .dataset; remove it"
         if self.given("split") and not (self.held_out_fraction or self.dataset):
@@ -278,18 +285,8 @@ class TaskConfig(FrozenConfig):
         ):
             kind = "judge" if self.judge is not None else "model"
             yield f".reward_pool is for functions, not for a {kind}; remove it"
-        if self.scores_itself and self.reward is not None:
+        if self.source not in ("files", "dataset") and self.reward is not None:
             yield f".reward is set, but a {sources[0]} task scores itself; remove it"
-        if self.verifiers and "task" in self.args:
-            yield (
-                ".args.task does not reach the workers that play and score; remove it, and set "
-                "generator.args.taskset.task"
-            )
-        if self.verifiers and self.system_prompt is not None:
-            yield (
-                ".system_prompt does not reach a verifiers environment; remove it, and set the environment's "
-                "own in generator.args.taskset"
-            )
 
 
 Tasks = Annotated[

@@ -16,13 +16,11 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.extensions import extensions, load_place
@@ -471,13 +469,12 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         generator: GeneratorConfig,
         more: str = "",
     ) -> PromptTask | None:
-        taskset = partial(load_taskset, generator.verifiers or "", generator.args)
         is_evaluated = key.startswith("eval")
         try:
             task, text = look_at_task(
                 settings,
                 seed,
-                load_taskset=taskset,
+                generator=generator,
                 is_evaluated=is_evaluated,
                 reads_all=reads_all,
             )

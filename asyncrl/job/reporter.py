@@ -54,8 +54,12 @@ from asyncrl.observe.run_numbers import (
 )
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, read_marks, write_trace
-from asyncrl.observe.traces import TracedRun, TraceSender
-from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
+from asyncrl.observe.trackers import (
+    Background,
+    Callbacks,
+    TrackedRun,
+    listeners_of,
+)
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
@@ -122,8 +126,7 @@ class Reporter:
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = Background(config.observe, self.log.warn, callbacks)
-        self._traces = TraceSender(self.log.warn)
-        self._traced: TracedRun | None = None
+        self._listeners = listeners_of(config.observe, self.log.warn)
         self._recorder = Recorder(run_dir, self._trackers)
         self._timeline = TimelineWriter(run_dir)
         self._samples = SampleWriter(
@@ -157,11 +160,16 @@ class Reporter:
     def start(self) -> None:
         plain = json.loads(self._shown.model_dump_json())
         shown_as = self.run_dir.resolve().name
-        id_of_run = run_id(self.run_dir)
-        self._trackers.start(TrackedRun(self.run_dir, shown_as, id_of_run, plain))
-        if self.config.observe.traces is not None:
-            self._traced = TracedRun(id_of_run, shown_as, model_name(self.config))
-            self._traces.start(self._traced)
+        run = TrackedRun(
+            self.run_dir,
+            shown_as,
+            run_id(self.run_dir),
+            plain,
+            model=model_name(self.config),
+        )
+        self._trackers.start(run)
+        for listener in self._listeners:
+            listener.start(run)
         self._recorder.write_status({"state": "starting"})
         listen_to_spans(self._note_span)
         if not self._is_to_resume:
@@ -355,27 +363,18 @@ class Reporter:
         with contextlib.suppress(RolloutFailure):  # nothing was sampled
             rollout = failed.seen()
         index = failed.sample_index
-        self._trace(group_id, prompt, index, rollout, failed.failure)
+        for listener in self._listeners:
+            listener.rollout(group_id, prompt.prompt_id, index, rollout, failed.failure)
         self._show_samples(
             self._samples.add_failed(group_id, prompt, failed, tokenizer.decode)
         )
 
     def on_group_finished(self, group: Group) -> None:
         for rollout in rollouts_of(group):
-            self._trace(group.group_id, group.prompt, rollout[0].sample_index, rollout)
-
-    def _trace(
-        self,
-        group_id: GroupId,
-        prompt: Prompt,
-        index: int,
-        rollout: Rollout,
-        failure: RolloutFailure | None = None,
-    ) -> None:
-        if self._traced is not None:
-            self._traces.tell(
-                self._traced.spans(group_id, prompt.prompt_id, index, rollout, failure)
-            )
+            index = rollout[0].sample_index
+            prompt_id = group.prompt.prompt_id
+            for listener in self._listeners:
+                listener.rollout(group.group_id, prompt_id, index, rollout, None)
 
     def _show_samples(self, samples: list[ShownRollout]) -> None:
         if samples:
@@ -471,7 +470,7 @@ class Reporter:
     async def aclose(self) -> None:
         await asyncio.gather(
             self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say),
-            self._traces.wait_closed(),
+            *(listener.wait_closed() for listener in self._listeners),
         )
 
     def _finish(self, state: str, why: str) -> None:
@@ -586,7 +585,10 @@ class Reporter:
             self._spent_s[span.kind] += span.end_s - span.start_s
 
     def _gauges(self, run: Components) -> dict[str, Any]:
-        return self._counted({**gauges(run), **self._traces.gauges()})
+        found = gauges(run)
+        for listener in self._listeners:
+            found |= listener.gauges()
+        return self._counted(found)
 
     def added_totals(self) -> dict[str, float]:
         return dict(self._totals.added)

@@ -44,9 +44,6 @@ MAX_OUTCOME_BYTES = 2**18
 MAX_MESSAGE_BYTES = 2**22
 """Of workers' messages; the gateway's MAX_BODY_BYTES limits only calls."""
 
-VERIFIERS_KEY = "verifiers"
-"""Key in a prompt's info of a verifiers task's data."""
-
 
 class WorkItem(Message):
     """An attempt of a rollout for a worker.

@@ -1,6 +1,4 @@
-"""Trackers of a run: interface, the calling thread, and clients of TensorBoard, Weights
-& Biases, MLflow and Trackio, each imported when it starts.
-"""
+"""Trackers of a run: interface, the calling thread, and TensorBoard's client."""
 
 from __future__ import annotations
 
@@ -9,22 +7,27 @@ import contextlib
 import inspect
 import json
 import queue
-import re
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Protocol
 
-from asyncrl.base.errors import CallbackError, ConfigError, install_extra
+from asyncrl.base.errors import (
+    CallbackError,
+    ConfigError,
+    RolloutFailure,
+    install_extra,
+)
+from asyncrl.base.extensions import load_place, rows
 from asyncrl.base.user_code import check_call, load_object
 from asyncrl.config.observe_config import ObserveConfig
+from asyncrl.messages.records import GroupId, Rollout
 from asyncrl.observe.run_dir import read_object, replace_text
 from asyncrl.observe.samples import ShownRollout, sample_text
-from asyncrl.observe.traces import check_sender
 
 MAX_WAITING = 256
 """Queued calls; a full queue drops its oldest call."""
@@ -35,7 +38,6 @@ LEFT: list[str] = []
 once.
 """
 MAX_CHARS = 2000
-RUN_TAG = "asyncrl.run_id"
 SENT_FILE = "trackers.json"
 """Last number of each tracker's step, evaluation and samples."""
 Metrics = Mapping[str, float]
@@ -44,7 +46,7 @@ Metrics = Mapping[str, float]
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
     """`config`: plain values of config.yaml; `run_id`: the same over resumes; `warn`:
-    from any thread.
+    from any thread; `model`: name of the policy.
     """
 
     run_dir: Path
@@ -52,14 +54,18 @@ class TrackedRun:
     run_id: str
     config: Mapping[str, object]
     warn: Callable[[str], None] = print
+    model: str = "policy"
 
 
 class Tracker:
     """Base class of trackers.
 
     start() -> step(), evaluation(), samples(), weights() in any order -> close(), all
-    from one thread. A tracker that raises is turned off with a warning.
+    from one thread. A tracker that raises is turned off with a warning. `package`: what
+    it imports, by which its extra of asyncrl is called, too ('' = nothing).
     """
+
+    package: ClassVar[str] = ""
 
     def start(self, run: TrackedRun) -> None:
         """Open the run, or continue it after a resume."""
@@ -78,6 +84,32 @@ class Tracker:
 
     def close(self, state: str) -> None:
         """End the run: done, failed or interrupted."""
+
+
+class RolloutListener(Protocol):
+    """Gets the rollouts of training. A setting of `observe` chooses it.
+
+    All calls are in the run's event loop: only wait_closed() may wait. The class takes
+    a function for warnings, and raises ConfigError if it lacks a package.
+    """
+
+    def start(self, run: TrackedRun) -> None: ...
+
+    def rollout(
+        self,
+        group_id: GroupId,
+        prompt_id: str,
+        sample_index: int,
+        rollout: Rollout,
+        failure: RolloutFailure | None,
+    ) -> None:
+        """Take a rollout that has ended, or with what it sampled before its failure."""
+
+    def gauges(self) -> dict[str, float]:
+        """Return metrics."""
+
+    async def wait_closed(self) -> None:
+        """End; send what is left."""
 
 
 CALLBACKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -140,26 +172,42 @@ def check_trackers(observe: ObserveConfig) -> None:
     """Raise ConfigError for a missing client or an unusable user's class;
     ModuleNotFoundError for a client of the extra `train`.
     """
-    if observe.traces is not None:
-        check_sender()
+    listeners_of(observe, print)
     for name in observe.trackers:
         args = observe.tracker_args.get(name, {})
         usage = "Tracker(**observe.tracker_args[name])"
-        check_call(
-            class_of(name), (), args, said=f"observe.trackers={name}", usage=usage
-        )
-        if ":" not in name and find_spec(name) is None:
-            if name == "tensorboard":
+        tracker = class_of(name)
+        check_call(tracker, (), args, said=f"observe.trackers={name}", usage=usage)
+        package = getattr(tracker, "package", "")
+        if package and find_spec(package) is None:
+            if tracker is TensorBoard:
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
             raise ConfigError(
-                f"observe.trackers has {name}, and the package {name} is not installed",
-                way_out=f"{install_extra(name)}; or leave it out.",
+                f"observe.trackers has {name}, and the package {package} is not installed",
+                way_out=f"{install_extra(package)}; or leave it out.",
             )
 
 
 def class_of(name: str) -> Callable[..., Tracker]:
     """Return a client, or a user's `module:Class`."""
-    return CLIENTS[name] if name in CLIENTS else load_object(name, "observe.trackers")
+    if name == "tensorboard":
+        return TensorBoard
+    places = rows("trackers")
+    if name in places:
+        tracker: Callable[..., Tracker] = load_place(places[name])
+        return tracker
+    return load_object(name, "observe.trackers")
+
+
+def listeners_of(
+    observe: ObserveConfig, warn: Callable[[str], None]
+) -> list[RolloutListener]:
+    """Make the listeners that are set. Raises ConfigError for a missing package."""
+    return [
+        load_place(place)(warn)
+        for name, place in rows("listeners").items()
+        if getattr(observe, name) is not None
+    ]
 
 
 # ---- the thread
@@ -280,52 +328,20 @@ class Background:
             self._warn(f"tracker {name} is turned off, the run continues: {raised}")
 
 
-# ---- clients
+# ---- TensorBoard
 
 
-COLUMNS = (
-    "step",
-    "kind",
-    "group_id",
-    "sample_index",
-    "prompt",
-    "completion",
-    "reward",
-    "staleness",
-    "logprob_gap",
-    "is_truncated",
-    "num_interruptions",
-    "error",
-)
-
-
-def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[object]]:
-    """Return `columns`, and in `data` a row per sample."""
-    rows = list[object]()
-    for sample in samples:
-        messages = [
-            f"{message.get('role')}: {message.get('content')}"
-            for message in sample["messages"]
-        ]
-        completion = [part["text"] for part in sample["parts"] if part["is_sampled"]]
-        shown: dict[str, object] = {
-            **sample,
-            "prompt": "\n".join(messages),
-            "completion": "\n\n".join(completion),
-        }
-        rows.append([shown[name] for name in COLUMNS])
-    return {"columns": [*COLUMNS], "data": rows}
-
-
-class _ByStep(Tracker):
+class ByStep(Tracker):
     """Evaluations have the policy_version as their step."""
 
     def evaluation(self, version: int, metrics: Metrics) -> None:
         self.step(version, metrics)
 
 
-class TensorBoard(_ByStep):
+class TensorBoard(ByStep):
     """TensorBoard: scalars by step, evaluations by policy_version, samples as text."""
+
+    package: ClassVar = "tensorboard"
 
     _writer: Any
 
@@ -367,156 +383,3 @@ class TensorBoard(_ByStep):
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-
-
-@dataclass
-class Wandb(Tracker):
-    """Weights & Biases: metrics by `step`, evaluations by `policy_version`."""
-
-    project: str = "asyncrl"
-    entity: str | None = None
-    group: str | None = None
-    tags: Sequence[str] = ()
-    mode: Literal["online", "offline"] | None = None
-    """None: WANDB_MODE, else online."""
-    _run: Any = field(init=False)
-
-    def start(self, run: TrackedRun) -> None:
-        """Open the run; offline without a key."""
-        import wandb
-
-        mode: Any = self.mode or wandb.setup().settings.mode
-        if mode == "online" and not wandb.login(prompt=False, verify=False):
-            upload = f"upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`"
-            run.warn(
-                f"wandb is offline without a key (`wandb login`, or WANDB_API_KEY); {upload}"
-            )
-            mode = "offline"
-        self._run = wandb.init(
-            project=self.project,
-            entity=self.entity,
-            group=self.group,
-            tags=[*self.tags],
-            id=run.run_id,
-            name=run.name,
-            config=dict(run.config),
-            dir=str(run.run_dir),
-            mode=mode,
-            # An offline run cannot be continued. Each start writes another folder, with
-            # the same id.
-            resume="allow" if mode == "online" else None,
-            allow_val_change=True,
-            settings=wandb.Settings(quiet=True, console="off", reinit="create_new"),
-        )
-        # Not wandb's own step, which may only grow: an evaluation of an older version
-        # comes after newer steps.
-        self._run.define_metric("*", step_metric="step")
-        self._run.define_metric("eval/*", step_metric="policy_version")
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def evaluation(self, version: int, metrics: Metrics) -> None:
-        self._run.log({"policy_version": version, **metrics})
-
-    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        from wandb import Table
-
-        table = Table(**sample_table(samples), allow_mixed_types=True)
-        self._run.log({"step": step, "samples": table})
-
-    def close(self, state: str) -> None:
-        self._run.finish(exit_code=0 if state == "done" else 1)
-
-
-@dataclass
-class Mlflow(_ByStep):
-    """MLflow: metrics by step, evaluations by policy_version, and samples as a table
-    artifact per step.
-    """
-
-    uri: str | None = None
-    """Tracking server or database; None: MLFLOW_TRACKING_URI, else ./mlflow.db."""
-    experiment: str = "asyncrl"
-
-    def start(self, run: TrackedRun) -> None:
-        """Continue the run with this run_id, or create it."""
-        import mlflow
-
-        if self.uri is not None:
-            mlflow.set_tracking_uri(self.uri)
-        mlflow.set_experiment(self.experiment)
-        # MLflow makes the ids of runs itself, so ours is a tag.
-        found = mlflow.search_runs(
-            filter_string=f"tags.`{RUN_TAG}` = '{run.run_id}'", output_format="list"
-        )
-        run_id = found[0].info.run_id if found else None
-        mlflow.start_run(run_id, run_name=run.name, tags={RUN_TAG: run.run_id})
-        if not found:  # a param cannot change
-            mlflow.log_params(dict(run.config))
-        mlflow.log_dict(dict(run.config), "config.yaml")
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        import mlflow
-
-        # MLflow refuses a metric whose name has other characters.
-        accepted = {
-            re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name): value
-            for name, value in metrics.items()
-        }
-        mlflow.log_metrics(accepted, step=step)
-
-    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        import mlflow
-
-        mlflow.log_dict(sample_table(samples), f"samples/step_{step:06d}.json")
-
-    def close(self, state: str) -> None:
-        import mlflow
-
-        mlflow.end_run(
-            {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[state]
-        )
-
-
-@dataclass
-class Trackio(_ByStep):
-    """Trackio: metrics by step, evaluations by policy_version."""
-
-    project: str = "asyncrl"
-    space_id: str | None = None
-    """A Hugging Face Space such as user/name; None: this machine, or TRACKIO_SPACE_ID.
-    """
-    _run: Any = field(init=False)
-
-    def start(self, run: TrackedRun) -> None:
-        import trackio
-
-        # Trackio continues a run by its name, and names of folders repeat.
-        self._run = trackio.init(
-            self.project,
-            f"{run.name}-{run.run_id[:8]}",
-            space_id=self.space_id,
-            config=dict(run.config),
-            resume="allow",
-            embed=False,
-        )
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        from trackio import Table
-
-        self._run.log({"samples": Table(**sample_table(samples))}, step=step)
-
-    def close(self, state: str) -> None:
-        self._run.finish()
-
-
-CLIENTS: Mapping[str, Callable[..., Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
-}

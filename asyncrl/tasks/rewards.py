@@ -273,7 +273,7 @@ def _corrupt(value: str) -> UserCodeFailed:
 def no_reward(prompt: Prompt) -> RewardFailure:
     return RewardFailure(
         f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
-        rule="each rollout needs a reward from its harness, verifiers environment or task",
+        rule="each rollout needs a reward from its harness or task",
         way_out="return a reward from the harness, or set task.reward.",
     )
 

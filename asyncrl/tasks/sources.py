@@ -1,6 +1,6 @@
 """Build the task of a config, or only its score function: files, Hugging Face datasets,
-Python, reasoning-gym (https://github.com/open-thought/reasoning-gym), verifiers
-environments, and the `math` reward.
+Python, reasoning-gym (https://github.com/open-thought/reasoning-gym), sources of
+extensions, and the `math` reward.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, cast
 import xxhash
 
 from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.extensions import load_place
 from asyncrl.base.files import write_whole
 from asyncrl.base.user_code import check_call, load_object, message_of, raised
-from asyncrl.config import EvalConfig, RunConfig, TaskConfig
+from asyncrl.config import EvalConfig, GeneratorConfig, RunConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
+from asyncrl.config.task_config import ADDED_SOURCES, SCORING
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
-from asyncrl.messages.worker_api import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.rewards import (
     RewardFunction,
     UnreadableAnswer,
     UserCodeFailed,
     math_reward,
-    no_reward,
     optional,
     reward_function,
     score_of,
@@ -41,8 +41,6 @@ from asyncrl.tasks.rewards import (
 )
 from asyncrl.tasks.task import GroupTask, Item, PromptTask, RowTask
 
-LoadTaskset = Callable[[Mapping[str, object]], Any]
-"""Make a taskset of a verifiers environment, with task.args as fields of its config."""
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
 """(rows, name of a row in errors)."""
@@ -52,16 +50,12 @@ def build_task(
     config: TaskConfig,
     seed: int,
     *,
-    load_taskset: LoadTaskset | None = None,
     is_evaluated: bool = False,
 ) -> PromptTask:
-    """Return the task of a config, with its data read. `load_taskset` is required for
-    task.verifiers. `is_evaluated`: of task.split={eval: ...}, take the held-out rows.
-    Raises ConfigError.
+    """Return the task of a config, with its data read. `is_evaluated`: of
+    task.split={eval: ...}, take the held-out rows. Raises ConfigError.
     """
-    if config.verifiers:
-        assert load_taskset is not None, "task.verifiers needs the run's environment"
-        return VerifiersTask(load_taskset(config.args), size=config.size)
+    assert config.source not in ADDED_SOURCES, "look_at_task() builds these"
     if config.python is not None:
         return _python_task(config, config.python, seed)
     if config.reasoning_gym is not None:
@@ -89,7 +83,7 @@ def build_score(config: TaskConfig, seed: int) -> RewardFunction:
         # The import of math-verify takes seconds, which are not an answer's time.
         math_reward(Prompt("0/0", ()), "1", "1")
     # Each reward process builds this, and must not read all rows into its memory.
-    if config.files is not None or config.dataset is not None or config.verifiers:
+    if config.source not in SCORING:
         return reward_function(config)
     return score_of(build_task(config, seed))[0]
 
@@ -98,18 +92,13 @@ def look_at_task(
     config: TaskConfig,
     seed: int,
     *,
-    load_taskset: LoadTaskset | None = None,
+    generator: GeneratorConfig = GeneratorConfig(),
     is_evaluated: bool = False,
     reads_all: bool = False,
 ) -> tuple[PromptTask | None, str]:
     """Return the task and its description before the start. The task is None if only
     the run may read it, which `reads_all`. Raises like build_task.
     """
-    if config.verifiers and load_taskset is not None and not reads_all:
-        return (
-            None,
-            f"verifiers {type(load_taskset(config.args)).__name__} (its tasks are read when the run starts)",
-        )
     is_on_hub = config.dataset is not None and not os.path.exists(config.dataset)  # noqa: PTH110
     if is_on_hub and not reads_all:
         reward_function(config)
@@ -117,13 +106,16 @@ def look_at_task(
             None,
             f"dataset {config.dataset}, split {config.split_of_dataset}; not checked: it is on the hub",
         )
-    task = build_task(
-        config, seed, load_taskset=load_taskset, is_evaluated=is_evaluated
-    )
-    gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
-    source = config.python or gym or config.dataset or ", ".join(config.files or [])
-    if isinstance(task, VerifiersTask):
-        source = f"verifiers {task.taskset_name}"
+    task: PromptTask | None
+    if config.source in ADDED_SOURCES:
+        find_tasks = load_place(ADDED_SOURCES[config.source])
+        task, source = find_tasks(config, generator, reads_all=reads_all)
+    else:
+        task = build_task(config, seed, is_evaluated=is_evaluated)
+        gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
+        source = config.python or gym or config.dataset or ", ".join(config.files or [])
+    if task is None:
+        return None, source
     if len(task) == 0:
         raise ConfigError(
             f"the task has no prompts; it reads {source or 'no file'}",
@@ -523,58 +515,3 @@ class GymTask:
             return float(self._dataset.score_answer(said, entry=entry))
         except Exception as error:  # some tasks parse without a check
             raise UnreadableAnswer(raised(error)) from error
-
-
-class VerifiersTask:
-    """Tasks of a verifiers environment
-    (https://github.com/PrimeIntellect-ai/verifiers), the first `size` of an endless
-    taskset.
-
-    All are read here, so that a bad task ends the run before it starts.
-    """
-
-    def __init__(self, taskset: Any, *, size: int) -> None:
-        self._items: list[Item] = []
-        self.taskset_name = type(taskset).__name__
-        try:
-            with user_code():
-                # An endless taskset must be cut; a bounded one is used whole.
-                for task in itertools.islice(
-                    taskset, None if taskset.bounded else size
-                ):
-                    self._items.append(_verifiers_item(task.data))
-        except UserCodeFailed as failure:
-            raise ConfigError(
-                f"task {len(self._items)} of {type(taskset).__name__}: making it {failure}",
-                way_out="correct it, or generator.args.taskset.",
-            ) from failure
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def prompt(self, index: int) -> Item:
-        return self._items[index]
-
-    def score(self, prompt: Prompt, completion: str) -> float:
-        raise no_reward(prompt)
-
-
-def _verifiers_item(data: Any) -> Item:
-    """Return a prompt of a verifiers task, with all its data in `info` for the worker.
-    Raises ValueError for data that are not JSON.
-    """
-    row = data.model_dump(mode="json")
-    prompt = row.get("prompt") or []
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if data.system_prompt is not None:
-        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
-    messages = []
-    for message in prompt:
-        content = message.get("content") or ""
-        if "image_url" in {part["type"] for part in content if isinstance(part, dict)}:
-            raise ValueError("its prompt has an image; the endpoint reads texts")
-        text = content if isinstance(content, str) else json.dumps(content)
-        messages.append({"role": message["role"], "content": text})
-    opening = {"role": "user", "content": "(the environment opens the conversation)"}
-    return Item(messages or [opening], info={VERIFIERS_KEY: row})

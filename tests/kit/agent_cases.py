@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from gateway_cases import ScriptedEngine
 from harness_gateway import WORKER_KEY, TestGateway
 
-from asyncrl.agents import Task
-from asyncrl.agents.verifiers import load_taskset
 from asyncrl.agents.worker import WorkerSpec
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.tasks.sources import VerifiersTask
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers_env"
-
-
-def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
-    """Return the prompt as the task and JSON make it."""
-    item = VerifiersTask(load_taskset(name, args, {}), size=10).prompt(index)
-    return Task(
-        f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info))
-    )  # type: ignore[arg-type]
 
 
 def text_of(request: SamplingRequest) -> str:

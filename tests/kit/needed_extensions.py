@@ -5,7 +5,9 @@ file, and tests marked `extension`, are skipped if the extension is not in use:
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,14 @@ NEEDED = {
         "examples/openenv/echo.yaml",
         "examples/openenv/learn.yaml",
     ],
+    "trackers": ["docs/monitoring.md", "docs/traces.md"],
+    "verifiers": [
+        "docs/environments.md",
+        "docs/evaluation.md",
+        "docs/generators.md",
+        "docs/verifiers.md",
+        "examples/verifiers_env/calculator.yaml",
+    ],
     "ray": [
         "configs/gsm8k-qwen2.5-7b-2x8gpu-colocated.yaml",
         "configs/gsm8k-qwen2.5-7b-2x8gpu.yaml",
@@ -27,6 +37,19 @@ NEEDED = {
     ],
 }
 """Pages and configs with settings of an extension."""
+NAMED = {
+    "openenv": "openenv",
+    "ray": "launcher=ray|^launch |^2x",
+    "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
+    "verifiers": "verifiers|VERIFIED|OWN",
+}
+"""Words of settings and commands of an extension, as a pattern."""
+
+
+def marked(line: str, *marks: pytest.MarkDecorator) -> Any:
+    """Return a parameter of a test, marked by the extensions that it names."""
+    names = [name for name, words in NAMED.items() if re.search(words, line)]
+    return pytest.param(line, id=line, marks=[pytest.mark.extension(*names), *marks])
 
 
 def missing_for(file: object) -> list[str]:
@@ -41,7 +64,7 @@ def missing_for(file: object) -> list[str]:
 
 def missing_of(item: pytest.Item) -> list[str]:
     """Return the extensions that a test needs and that are not in use."""
-    marked = [mark.args[0] for mark in item.iter_markers("extension")]
+    marked = [name for mark in item.iter_markers("extension") for name in mark.args]
     missing = [name for name in marked if name not in extensions()]
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():

@@ -33,8 +33,8 @@ from asyncrl.base.errors import (
 from asyncrl.base.failures import FailureKind, kind_of_text
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
+from asyncrl.extensions.verifiers.settings import ENVIRONMENT, INFO_KEY
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.worker_api import VERIFIERS_KEY
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """A session's key is in its address; the library wants one in the environment."""
@@ -71,7 +71,7 @@ class VerifiersHarness:
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        self._name = config.verifiers or ""
+        self._name = ENVIRONMENT.of(config) or ""
         self._env, self._seats = _load_trainable(self._name, config.args)
         self._servers = AsyncExitStack()
         self._changing = asyncio.Lock()
@@ -124,7 +124,7 @@ class VerifiersHarness:
 
     def _task(self, task: AnyTask) -> Any:
         task_class = type(self._env.taskset).task_type()
-        data = task_class.data_type().model_validate(task.info[VERIFIERS_KEY])
+        data = task_class.data_type().model_validate(task.info[INFO_KEY])
         return task_class(data, self._env.config.taskset.task)
 
     def _outcome(self, episode: Any, session: Session, *, has_answer: bool) -> Outcome:

@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import whole_folder
+from asyncrl.extensions.trackers.traces import TracedRun, otlp_json
 from asyncrl.job.agent_runtime import model_name
 from asyncrl.job.run_export import check_new_folder, reading_journal, tell_deleted
 from asyncrl.journal.schema import rollouts_of
 from asyncrl.messages.records import PolicyCall, Rollout, Trajectory
 from asyncrl.observe.run_dir import read_config
-from asyncrl.observe.traces import TracedRun, otlp_json
 
 TRAINING_FILE = "training_traces.jsonl"
 """A rollout a line; `trace` is a TrainingTrace of OpenEnv."""

@@ -24,6 +24,7 @@ import numpy as np
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.messages.records import GroupId, PolicyCall, Rollout, Trajectory
+from asyncrl.observe.trackers import TrackedRun
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -246,7 +247,7 @@ def check_sender() -> None:
 
 
 class TraceSender:
-    """Sends traces to a collector, from one daemon thread.
+    """A RolloutListener that sends traces to a collector, from one daemon thread.
 
     Life: made -> start() -> tell() -> wait_closed().
     Invariant: a trace is sent or counted as dropped, and none delays or ends the run.
@@ -255,9 +256,11 @@ class TraceSender:
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        """`warn` may be called from the thread."""
+        """`warn` may be called from the thread. Raises ConfigError."""
+        check_sender()
         self._warn = warn
         self._traces = queue.Queue[list[TraceSpan] | None](MAX_WAITING)
+        self._run: TracedRun | None = None
         self._thread: threading.Thread | None = None
         self._is_late = False
         self._num_told = 0
@@ -272,11 +275,23 @@ class TraceSender:
         num_dropped = self._num_full + self._num_refused + self._num_left
         return {"traces/sent": self._num_sent, "traces/dropped": num_dropped}
 
-    def start(self, run: TracedRun) -> None:
+    def start(self, run: TrackedRun) -> None:
+        self._run = TracedRun(run.run_id, run.name, run.model)
         self._thread = threading.Thread(
-            target=self._work, args=(run,), name="traces", daemon=True
+            target=self._work, args=(self._run,), name="traces", daemon=True
         )
         self._thread.start()
+
+    def rollout(
+        self,
+        group_id: GroupId,
+        prompt_id: str,
+        sample_index: int,
+        rollout: Rollout,
+        failure: RolloutFailure | None,
+    ) -> None:
+        assert self._run is not None, "rollouts begin after start()"
+        self.tell(self._run.spans(group_id, prompt_id, sample_index, rollout, failure))
 
     def tell(self, trace: list[TraceSpan] | None) -> None:
         """Queue a trace; None ends the thread."""
