@@ -45,8 +45,8 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.engine_route import SeedOf
     from asyncrl.agents.endpoint.gateway import Gateway
+    from asyncrl.agents.endpoint.session import SeedOf
     from asyncrl.agents.work_queue import RolloutQueue
 
 GOODBYE_S = 5.0

@@ -34,7 +34,6 @@ from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.calls import GatewayCall
 from asyncrl.agents.endpoint.chat_node import Deviation
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
-from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
 from asyncrl.agents.endpoint.requests import (
     NO_RETRY,
@@ -45,7 +44,12 @@ from asyncrl.agents.endpoint.requests import (
     shown,
     too_large,
 )
-from asyncrl.agents.endpoint.session import GatewaySession
+from asyncrl.agents.endpoint.session import (
+    EngineRoute,
+    GatewaySession,
+    OnBroken,
+    SeedOf,
+)
 from asyncrl.agents.endpoint.sessions import (
     CLIENT_GONE,
     MAX_REMEMBERED,
@@ -109,7 +113,7 @@ class Gateway:
     ) -> None:
         """`on_broken` ends the run."""
         self._config = config
-        self.sessions = Sessions(config)
+        self.sessions = Sessions[GatewaySession](config)
         self._broken: ComponentError | None = None
 
         def broke(error: ComponentError) -> None:

@@ -1,43 +1,48 @@
-"""A session's calls: read, prompted, sampled, recorded."""
+"""Sessions of an engine, and their calls: read, prompted, sampled, recorded."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.calls import GatewayCall, StoredChat
-from asyncrl.agents.endpoint.capture import PromptPlan
+from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
-from asyncrl.agents.endpoint.grammars import grammar_of, prefill_of
-from asyncrl.agents.endpoint.prefix_match import PromptMatch
+from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
+from asyncrl.agents.endpoint.prefix_match import Frame, PromptMatch, Roles
 from asyncrl.agents.endpoint.requests import (
     AnyRequest,
+    CallRules,
     ChatRequest,
+    RequestReader,
     invalid,
     parse_json,
     shown,
+    text_joint,
     too_long,
 )
 from asyncrl.agents.endpoint.sessions import (
     OpenSession,
+    Sessions,
     engine_unavailable,
     session_ended,
 )
 from asyncrl.agents.endpoint.sub_agents import Agent
-from asyncrl.agents.endpoint.tool_formats import NO_FORMAT, opens_thought
+from asyncrl.agents.endpoint.tool_formats import NO_FORMAT, ToolFormat, opens_thought
 from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
+from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.records import RUN_RULES, SessionRules
 from asyncrl.messages.sampling import SamplingRequest
-
-if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.engine_route import EngineRoute
+from asyncrl.messages.worker_api import ChatTokenizer
 
 Value = TypeVar("Value")
 
@@ -47,6 +52,11 @@ LONG_TEXT = 2**14
 """Characters of a text tokenized in a thread: 15 ms."""
 MAX_CHARACTERS = 64
 """Most characters per prompt token."""
+NUM_ENCODING = 4
+"""Texts tokenized at once."""
+SeedOf = Callable[[str, int, int, int], int]
+"""Seed from (prompt_id, sample_index, attempt, key of the call)."""
+OnBroken = Callable[[ComponentError], None]
 
 
 @dataclass(eq=False, repr=False)
@@ -390,6 +400,64 @@ class GatewaySession(OpenSession):
             },
             has_logprobs=asked.logprobs,
             is_streamed=asked.stream,
+        )
+
+
+@dataclass(eq=False, repr=False)
+class EngineRoute:
+    """SessionHost of one engine."""
+
+    sessions: Sessions[GatewaySession]
+    engine: EnginePool
+    tokenizer: ChatTokenizer
+    tool_format: ToolFormat
+    rules: CallRules
+    seed_of: SeedOf
+    on_broken: OnBroken
+    checks: GrammarChecks = field(default_factory=GrammarChecks)
+
+    def __post_init__(self) -> None:
+        self.counts = Counter[str]()
+        """Calls by the names of the metrics. untrained: at another temperature than the
+        run's, such as greedy ones.
+        """
+        self.frames: dict[Roles, Frame] = {}
+        self.reader = RequestReader(
+            self.rules, text_joint(self.tokenizer), self.tokenizer.variables
+        )
+        self.rendering = asyncio.Lock()
+        self.encoding = asyncio.Semaphore(NUM_ENCODING)
+
+    def open_nowait(
+        self,
+        rollout_id: str,
+        *,
+        prompt_id: str,
+        sample_index: int,
+        attempt: int,
+        route_key: str,
+        user_key: str | None = None,
+        rules: SessionRules = RUN_RULES,
+    ) -> GatewaySession:
+        """Open a session; the caller ends it."""
+        capture = Capture(
+            self.tokenizer,
+            self.tool_format.thinking,
+            counts=self.counts,
+            keeps_thoughts=self.sessions.limits.thoughts == "keep",
+            frames=self.frames,
+        )
+        return GatewaySession(
+            self.sessions,
+            capture,
+            rollout_id,
+            prompt_id=prompt_id,
+            sample_index=sample_index,
+            attempt=attempt,
+            route_key=route_key,
+            user_key=user_key,
+            rules=rules,
+            route=self,
         )
 
 

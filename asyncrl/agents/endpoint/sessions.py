@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from asyncrl.agents.endpoint.calls import ChatsByAnswer
 from asyncrl.agents.endpoint.capture import Capture
@@ -28,9 +28,6 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.messages.turn_rewards import by_completion
-
-if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.session import GatewaySession
 
 # Per rollout, so that one agent that floods the endpoint cannot fill the engines.
 MAX_CONCURRENT_CALLS = 16
@@ -158,7 +155,7 @@ class OpenSession:
         GatewaySession adds to `capture`.
     """
 
-    sessions: Sessions
+    sessions: Sessions[Any]
     capture: Capture
     rollout_id: str
     _: KW_ONLY
@@ -374,18 +371,21 @@ class OpenSession:
                 self._scopes.discard(scope)
 
 
-class Sessions:
+Session = TypeVar("Session", bound=OpenSession)
+
+
+class Sessions(Generic[Session]):
     """Open sessions by key."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
-        self.open: dict[str, GatewaySession] = {}
+        self.open: dict[str, Session] = {}
         self.run_end: str | None = None
         """Why the run is ending. From then on, unknown keys may be keys of its
         sessions.
         """
 
-    def find(self, key: str) -> GatewaySession:
+    def find(self, key: str) -> Session:
         """Return the session of a key. Raises ApiError (401, 503 while the run ends),
         never with the key: answers are logged.
         """
