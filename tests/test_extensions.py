@@ -144,6 +144,7 @@ CYCLE = "from asyncrl.config.generator_config import GeneratorConfig\n" + SETTIN
 BROKEN = {
     "record": ({"__init__.py": "import acme_engine"}, "ModuleNotFoundError: No module"),
     "settings": ({"settings.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
+    "command": ({"pages.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
     "cycle": ({"settings.py": CYCLE}, "cannot import name 'GeneratorConfig'"),
     "taken": (
         {"settings.py": SETTINGS.replace('"volume"', '"workers"')},
@@ -213,6 +214,7 @@ def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
     listed = said("core,pager", "-m", "asyncrl", "extensions")
     assert "pager 1.0 of acme-pager\n    about: Rollouts that page somebody." in listed
     assert "fields: pagers, generator.pager, generator.volume" in listed
+    assert "paging n5" in said("", "-m", "asyncrl", "page", "n5")
     assert "--pager NUMBER" in said("", "-m", "asyncrl", "work", "--help")
     assert "--pager" not in said("core", "-m", "asyncrl", "work", "--help")
 
@@ -415,7 +417,7 @@ def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "tries 1.0 of asyncrl-tries" in inside("asyncrl", "extensions").stdout
     two = (QUICKSTART, "generator.tries=2", "rollout.max_prompt_tokens=40")
-    few = ("trainer.num_steps=2", "observe.trackers=[]")
+    few = ("trainer.num_steps=2", "observe.trackers=[csv]")
     assert "tries: 2 answers" in inside("asyncrl", "check", *two).stdout
     refused = inside("asyncrl", "check", *two, "gateway.max_calls=1")
     assert "generator.tries=2 is more than gateway.max_calls=1" in refused.stderr
@@ -424,6 +426,8 @@ def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = json.loads((run_dir / "samples.jsonl").read_text().splitlines()[-1])
     assert last["num_sampled"] > 12  # max_tokens of one answer
+    tracked = (run_dir / "rewards.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in tracked] == ["1", "2"]
 
     assert inside("pip", "uninstall", "-y", "asyncrl-tries").returncode == 0
     assert "tries" not in inside("asyncrl", "extensions").stdout

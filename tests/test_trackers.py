@@ -134,23 +134,15 @@ def test_a_tracker_that_hangs_holds_up_no_call(
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "says"),
+    ("name", "says"),
     [
-        ("trackers_for_test:Noting", {}, "cannot be called as"),
-        ("trackers_for_test:Nothing", {}, "has no attribute 'Nothing'"),
-        pytest.param(
-            "wandb",
-            {"projekt": "x"},
-            "projekt",
-            marks=pytest.mark.extension("trackers"),
-        ),
+        ("trackers_for_test:Noting", "cannot be called as"),
+        ("trackers_for_test:Nothing", "has no attribute 'Nothing'"),
     ],
 )
-def test_a_tracker_is_checked_before_a_run(
-    name: str, args: dict[str, Any], says: str
-) -> None:
+def test_a_tracker_is_checked_before_a_run(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_trackers(ObserveConfig(trackers=[name], tracker_args={name: args}))
+        check_trackers(ObserveConfig(trackers=[name]))
 
 
 @pytest.mark.extension("trackers")

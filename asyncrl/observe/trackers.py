@@ -38,6 +38,11 @@ LEFT: list[str] = []
 once.
 """
 MAX_CHARS = 2000
+CLIENTS: Mapping[str, str] = {
+    "tensorboard": "asyncrl.observe.trackers:TensorBoard",
+    **rows("trackers"),
+}
+"""Places of classes by their names in observe.trackers."""
 SENT_FILE = "trackers.json"
 """Last number of each tracker's step, evaluation and samples."""
 Metrics = Mapping[str, float]
@@ -61,8 +66,8 @@ class Tracker:
     """Base class of trackers.
 
     start() -> step(), evaluation(), samples(), weights() in any order -> close(), all
-    from one thread. A tracker that raises is turned off with a warning. `package`: what
-    it imports, by which its extra of asyncrl is called, too ('' = nothing).
+    from one thread. A tracker that raises is turned off with a warning. `package`: the
+    package that it imports, and the extra of asyncrl that installs it ('' = none).
     """
 
     package: ClassVar[str] = ""
@@ -89,7 +94,7 @@ class Tracker:
 class RolloutListener(Protocol):
     """Gets the rollouts of training. A setting of `observe` chooses it.
 
-    All calls are in the run's event loop: only wait_closed() may wait. The class takes
+    All calls come from the run's event loop: only wait_closed() may wait. The class takes
     a function for warnings, and raises ConfigError if it lacks a package.
     """
 
@@ -103,13 +108,13 @@ class RolloutListener(Protocol):
         rollout: Rollout,
         failure: RolloutFailure | None,
     ) -> None:
-        """Take a rollout that has ended, or with what it sampled before its failure."""
+        """Take a rollout that has ended; with `failure`, what it had sampled."""
 
     def gauges(self) -> dict[str, float]:
         """Return metrics."""
 
     async def wait_closed(self) -> None:
-        """End; send what is left."""
+        """Send the remaining rollouts, and end."""
 
 
 CALLBACKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -180,7 +185,7 @@ def check_trackers(observe: ObserveConfig) -> None:
         check_call(tracker, (), args, said=f"observe.trackers={name}", usage=usage)
         package = getattr(tracker, "package", "")
         if package and find_spec(package) is None:
-            if tracker is TensorBoard:
+            if package == TensorBoard.package:
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
             raise ConfigError(
                 f"observe.trackers has {name}, and the package {package} is not installed",
@@ -190,13 +195,12 @@ def check_trackers(observe: ObserveConfig) -> None:
 
 def class_of(name: str) -> Callable[..., Tracker]:
     """Return a client, or a user's `module:Class`."""
-    if name == "tensorboard":
-        return TensorBoard
-    places = rows("trackers")
-    if name in places:
-        tracker: Callable[..., Tracker] = load_place(places[name])
-        return tracker
-    return load_object(name, "observe.trackers")
+    tracker: Callable[..., Tracker] = (
+        load_place(CLIENTS[name])
+        if name in CLIENTS
+        else load_object(name, "observe.trackers")
+    )
+    return tracker
 
 
 def listeners_of(

@@ -21,6 +21,7 @@ EXTENSION = Extension(
     about="Rollouts that page somebody.",
     fields={"": "acme_pager.settings:TOP", "generator": "acme_pager.settings:FIELDS"},
     harnesses={"pager": HarnessKind("acme_pager.pages:Pager", "NUMBER", "a pager")},
+    commands={"page": "acme_pager.pages:page"},
     check="acme_pager.pages:check_number",
 )
 """
@@ -61,6 +62,10 @@ class Pager:
             model=session.model, messages=[dict(each) for each in task.messages]
         )
         return float(len(answer.choices[0].message.content or ""))
+
+def page(number: str) -> None:
+    \"\"\"Page somebody.\"\"\"
+    print(f"paging {number}")
 
 def check_number(config):
     number = NUMBER.of(config.generator)

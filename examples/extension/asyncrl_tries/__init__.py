@@ -1,4 +1,4 @@
-"""An extension of asyncrl from elsewhere: rollouts of several tries."""
+"""An extension of asyncrl from elsewhere: rollouts of several tries, and a tracker."""
 
 from asyncrl.base.extensions import Extension, HarnessKind
 
@@ -10,5 +10,6 @@ EXTENSION = Extension(
             "asyncrl_tries.harness:TriesHarness", "N", "N tries", parse=int
         )
     },
+    trackers={"csv": "asyncrl_tries.csv_tracker:CsvTracker"},
     check="asyncrl_tries.harness:check_limits",
 )
