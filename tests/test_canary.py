@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer_cases import MakeStep, make_batch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.vllm_server import CANARY_TOKENS, canary_limits
+from asyncrl.extensions.vllm.vllm_server import CANARY_TOKENS, canary_limits
 from asyncrl.messages.trainer_api import Canary
 
 CONSTANT = 0.25

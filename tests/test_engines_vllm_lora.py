@@ -17,7 +17,7 @@ from vllm_house import House, vllm_house
 from vllm_process import ROOT, vllm_python
 
 from asyncrl.base.errors import EngineError
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportResponse

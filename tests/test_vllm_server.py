@@ -21,8 +21,8 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.errors import find_fatal
 from asyncrl.base.signals import STOPS
-from asyncrl.config.engine_kinds import VLLM_OWN
 from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.extensions.vllm.settings import VLLM_OWN
 from asyncrl_servers.vllm import arguments as vllm_arguments
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, first_error
 

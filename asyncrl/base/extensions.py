@@ -67,6 +67,19 @@ class HarnessKind:
     takes_args: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class AddedEngine:
+    """A kind of engine servers. `facts`: place of its EngineCapabilities
+    (config/engine_facts.py), which is imported with the settings. `maker`: place of its
+    EngineMaker (engines/kinds.py). `preload`: module of its server, if that is forked
+    from a process that has it imported.
+    """
+
+    facts: str
+    maker: str
+    preload: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """What an extension adds. A place is `module:name`.
@@ -77,6 +90,7 @@ class Extension:
     `harnesses`: harness kinds by name; each needs a field of that name in `generator`.
     `launchers`: place of a function from the text behind `NAME:` in setting `launcher` to
     a Launcher; it raises ConfigError.
+    `engines`: kinds of engine servers by name, for `rollout.engine`.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
     """
@@ -87,6 +101,7 @@ class Extension:
     fields: Mapping[str, str] = field(default_factory=dict)
     harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
+    engines: Mapping[str, AddedEngine] = field(default_factory=dict)
     check: str = ""
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
@@ -180,6 +195,8 @@ def discover() -> Discovery:
         try:
             extension = sources[name].load()
             keys = extension.keys()
+            for engine in extension.engines.values():
+                load_place(engine.facts)
         except Exception as error:  # as in load_place()
             cause = error.__cause__ or error
             broken[name] = f"it cannot be imported: {type(cause).__name__}: {cause}"
