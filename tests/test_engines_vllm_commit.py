@@ -31,6 +31,8 @@ from asyncrl.messages.tokens import ROUTING
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
 
+pytestmark = pytest.mark.extension("vllm")
+
 
 def chunk(version: int, index: int) -> ExportChunkResponse:
     """Of two."""

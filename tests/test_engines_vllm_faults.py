@@ -40,6 +40,8 @@ from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.testing.virtual_time import all_blocked
 
+pytestmark = pytest.mark.extension("vllm")
+
 PHASES = [
     "/pause",
     "/abort_requests",

@@ -23,6 +23,8 @@ from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import export_weights
 
+pytestmark = pytest.mark.extension("vllm")
+
 RANK, SCALE = 4, 0.5
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 DOWN_PROJ = "model.layers.3.mlp.down_proj"

@@ -16,6 +16,8 @@ from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.weights.tensor_files import digests_of
 from asyncrl_servers.vllm.loaded_parts import LoadedParts
 
+pytestmark = pytest.mark.extension("vllm")
+
 LOADER = "faulty_vllm_worker.FaultyWeightLoader"
 
 

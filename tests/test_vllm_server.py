@@ -117,6 +117,7 @@ def test_arguments_follow_config_json(
     assert word in arguments_of(tmp_path)
 
 
+@pytest.mark.extension("vllm")
 def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     for name in (*VLLM_OWN, "max-model-len", "no-enable-scale-out", "--middleware+"):
         with pytest.raises(ValidationError, match=rf"vllm\.{re.escape(name)} is set"):

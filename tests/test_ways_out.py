@@ -15,6 +15,7 @@ import pytest
 import yaml
 from followed_ways import Typed, all_refusals, dead_ends, name_of, parts_of, split
 from job_runs import CONFIG
+from needed_extensions import skip_without
 from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 
 from asyncrl.algorithms.registry import resolve
@@ -82,6 +83,7 @@ def typed_of(mistake: str) -> Typed:
     mistake = mistake.removeprefix(devices[0]).strip() if devices else mistake
     for word, meant in WORDS.items():
         mistake = re.sub(rf"\b{word}\b", meant, mistake)
+    skip_without(mistake)
     return Typed(file, tuple(split(mistake)), devices[0] if devices else None)
 
 
@@ -216,6 +218,9 @@ def test_a_wrong_name_in_a_text_is_found(text: str) -> None:
     assert any(FAULTS[text] in fault for fault in faults_of(text))
 
 
+@pytest.mark.extension("openenv")
+@pytest.mark.extension("ray")
+@pytest.mark.extension("vllm")
 def test_printed_settings_commands_and_files_exist() -> None:
     texts = [*texts_of("asyncrl"), *texts_of("servers")]
     assert len(texts) > 2500

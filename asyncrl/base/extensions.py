@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 from asyncrl import __version__
@@ -171,9 +172,28 @@ def rows(kind: str) -> dict[str, Any]:
     }
 
 
+_discovering = set[int]()
+"""Threads inside discover()."""
+
+
 @cache
 def discover() -> Discovery:
-    """Find all extensions, and import the settings of the ones in use."""
+    """Find all extensions, and import the settings of the ones in use. Raises ImportError
+    if these settings import a section that extensions add to.
+    """
+    thread = get_ident()
+    if thread in _discovering:
+        raise ImportError(
+            "settings of extensions are imported by sections that extensions add to"
+        )
+    _discovering.add(thread)
+    try:
+        return _discover()
+    finally:
+        _discovering.remove(thread)
+
+
+def _discover() -> Discovery:
     sources = dict[str, Source]()
     repeated = set[str]()
     for source in _sources():

@@ -22,7 +22,7 @@ ARGUMENTS = AddedField[dict[str, object]](
 PYTHON = AddedField(
     "vllm_python",
     str,
-    "Python with vLLM, for rollout engines and a judge (auto = this one, else\n"
+    "Python with vLLM, for rollout engines and a judge (auto = this one, else "
     ".venv-vllm/bin/python of the checkout).",
     "auto",
     is_free=True,
@@ -30,7 +30,7 @@ PYTHON = AddedField(
 URLS = AddedField(
     "urls",
     Urls,
-    "URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the\n"
+    "URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the "
     "run starts its own).",
     None,
     is_free=True,
