@@ -32,8 +32,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import VllmRequirements
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_process import VllmRequirements
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.launch.machine import find_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth

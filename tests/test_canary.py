@@ -18,8 +18,10 @@ from torch import Tensor
 from trainer_cases import MakeStep, make_batch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.vllm_server import CANARY_TOKENS, canary_limits
+from asyncrl.extensions.vllm.vllm_server import CANARY_TOKENS, canary_limits
 from asyncrl.messages.trainer_api import Canary
+
+pytestmark = pytest.mark.extension("vllm")
 
 CONSTANT = 0.25
 """A limit in nats that deep models in bfloat16 would need."""

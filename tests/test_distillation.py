@@ -299,6 +299,7 @@ def test_teacher_of_other_tokens_is_refused(
         find_models(RunConfig.model_validate(config), ours)
 
 
+@pytest.mark.extension("vllm")
 def test_teacher_with_few_positions_is_refused(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_settings_named_on_pages_exist() -> None:
     assert {each for each in unknown if each[1] not in NO_SETTINGS} == set()
 
 
+@pytest.mark.extension("vllm")
 @pytest.mark.parametrize(
     "framework",
     [
@@ -220,6 +221,7 @@ def defaults_of(framework: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.extension("vllm")
 @pytest.mark.parametrize("framework", ["TRL", "verl"])
 def test_defaults_compared_with_other_frameworks_are_ours(framework: str) -> None:
     ours = {key.name: key.default for *_, keys in sections() for key in keys}

@@ -12,7 +12,7 @@ from vllm_house import House
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest

@@ -23,13 +23,15 @@ from rollout_cases import virtual
 
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import ROUTING
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
+
+pytestmark = pytest.mark.extension("vllm")
 
 
 def chunk(version: int, index: int) -> ExportChunkResponse:

@@ -29,12 +29,18 @@ from rollout_cases import virtual
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.engines.link import OnChunk
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_process import GRAMMARS, VllmRequirements, check_settings
-from asyncrl.engines.vllm_sampling import joint_watch
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_process import (
+    GRAMMARS,
+    VllmRequirements,
+    check_settings,
+)
+from asyncrl.extensions.vllm.vllm_sampling import joint_watch
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.testing.virtual_time import all_blocked
+
+pytestmark = pytest.mark.extension("vllm")
 
 PHASES = [
     "/pause",

@@ -17,11 +17,13 @@ from vllm_house import House, vllm_house
 from vllm_process import ROOT, vllm_python
 
 from asyncrl.base.errors import EngineError
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import export_weights
+
+pytestmark = pytest.mark.extension("vllm")
 
 RANK, SCALE = 4, 0.5
 Q_PROJ = "model.layers.1.self_attn.q_proj"

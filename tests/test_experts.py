@@ -48,7 +48,7 @@ from weight_cases import chunks_of, prepare_request
 from asyncrl.base.errors import ConfigError
 from asyncrl.engines.link import SegmentCheck
 from asyncrl.engines.pool import EnginePool, SegmentJoin
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.journal.schema import (
     decode_partial,

@@ -148,6 +148,7 @@ def test_pinned_length_decides_for_short_texts_too() -> None:
     )
 
 
+@pytest.mark.extension("vllm")
 def test_with_vllm_its_maximum_length_decides(tmp_path: Path) -> None:
     """The rule of vLLM's Phi3LongRoPEScaledRotaryEmbedding."""
     model, plain = (random_model(make_config("phi3 longrope")) for _ in range(2))

@@ -28,6 +28,7 @@ from gpu.jobs import (
     on_one_device,
 )
 from gpu.rows import MARK, ROWS, Bench, Row
+from needed_extensions import skip_without
 from vllm_process import vllm_python
 
 from asyncrl.config import RunConfig
@@ -94,9 +95,11 @@ def test_runs_of_a_case_are_placed_on_its_devices(bench: Bench, case: str) -> No
     nodes = described_nodes(f"{num_devices}x80GB", 16, "128GB")
     assert nodes is not None
     for sections in CASES[case].values():
-        config = RunConfig.model_validate(
-            job_config(replace(bench, device="cuda", is_tiny=False), None, sections)
+        values = job_config(
+            replace(bench, device="cuda", is_tiny=False), None, sections
         )
+        skip_without(str(values))
+        config = RunConfig.model_validate(values)
         plan = make_plan(resolve_auto(config, nodes)[0], nodes)
         devices = {
             one.device for one in plan.processes if one.side in ("trainer", "engine")
@@ -139,6 +142,7 @@ def test_limits_of_the_calls_leave_time_for_each_row() -> None:
     assert sum(totals) <= 1650.0  # of 1,800 s: the rest is the start and transfers
 
 
+@pytest.mark.extension("vllm")
 def test_runs_without_a_step_cost_no_other_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

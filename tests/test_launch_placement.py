@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from launch_cases import (
 
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import PlacementConfig
+from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.job.roles import EVAL_ENGINE, extra_models, extra_servers, roles_of
 from asyncrl.launch import machine
 from asyncrl.launch.launchers import LocalLauncher
@@ -186,7 +187,9 @@ def forms(draw: st.DrawFn) -> str:
     )
 
 
-BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)}
+@cache
+def base_of(split: int) -> RunConfig:
+    return load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT)
 
 
 @settings(max_examples=300, deadline=None)
@@ -209,7 +212,7 @@ def test_accepted_placement_keeps_the_rules(
     bound: int,
 ) -> None:
     sides = {"trainer": yaml.safe_load(trainer), "rollout": yaml.safe_load(rollout)}
-    there, base = nodes(*num_cuda), BASE[split]
+    there, base = nodes(*num_cuda), base_of(split)
     changes = {
         "placement": PlacementConfig.model_validate(sides),
         "trainer": base.trainer.model_copy(update={"world_size": size}),

@@ -550,6 +550,7 @@ def test_transport_works_between_these_sides_or_is_refused(
     )
 
 
+@pytest.mark.extension("vllm")
 def test_vllms_python_is_named_or_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

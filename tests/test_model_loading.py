@@ -422,6 +422,7 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, method: str) ->
         check_quantization({"text_config": architecture}, "owner/name")
 
 
+@pytest.mark.extension("vllm")
 def test_dequantised_folder_is_refused_where_vllm_keeps_it_packed(
     tmp_path: Path,
 ) -> None:

@@ -20,7 +20,6 @@ import pytest
 import yaml
 from followed_ways import Typed, dead_ends, parts_of, split, ways_of_errors
 from job_runs import ROOT, write_config
-from needed_extensions import marked
 from tiny_model import SHAPE
 
 from asyncrl import cli
@@ -188,7 +187,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "line",
-    [marked(line, *[pytest.mark.extras] * ("reasoning_gym" in line)) for line in CASES],
+    [
+        pytest.param(
+            line, marks=[pytest.mark.extras] * ("reasoning_gym" in line), id=line
+        )
+        for line in CASES
+    ],
 )
 def test_check_refuses_what_cannot_run_and_takes_its_way_out(
     line: str,

@@ -13,6 +13,7 @@ import pytest
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from launch_cases import NO_TOKENS, make_python
+from needed_extensions import skip_without
 from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config
@@ -31,6 +32,7 @@ VLLM = "rollout.engine=vllm"
 
 
 def load(*overrides: str) -> RunConfig:
+    skip_without(*overrides)
     sizes = ("rollout.slots=64", "rollout.max_tokens=48")
     return load_config(QUICKSTART, ("weight_sync.transport=shm", *sizes, *overrides))
 

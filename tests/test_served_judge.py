@@ -228,6 +228,7 @@ def test_tasks_share_the_server_of_a_judge() -> None:
     assert "judge" not in extra_servers(config_of({"base_url": URL}))
 
 
+@pytest.mark.extension("vllm")
 def test_vllms_python_may_be_named_for_a_judge_alone() -> None:
     named = {"vllm_python": "/opt/vllm/bin/python"}
     config = config_of({"engine": "vllm"}, rollout=named)

@@ -291,6 +291,7 @@ def test_ids_of_a_padded_vocabulary_are_dropped(
     assert len(branch.tokens.column(DISTILL_LOGPROBS).values) == 6
 
 
+@pytest.mark.extension("vllm")
 def test_python_of_vllm_may_serve_only_the_teacher(tiny_model_dir: Path) -> None:
     config = config_of("http://a/v1", tiny_model_dir).model_dump(exclude_unset=True)
     python = {"rollout": {"vllm_python": "/opt/vllm/bin/python"}}

@@ -16,7 +16,7 @@ from served_gateway import check_gateway
 from vllm_house import MAX_LENGTH, House
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.vllm

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from vllm_house import House, vllm_house
 
 from asyncrl.base.errors import EngineError
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.weights.tensor_files import digests_of
 from asyncrl_servers.vllm.loaded_parts import LoadedParts
+
+pytestmark = pytest.mark.extension("vllm")
 
 LOADER = "faulty_vllm_worker.FaultyWeightLoader"
 

@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 from vllm_process import ROOT, vllm_python
 from vllm_source import VllmSource
 
-from asyncrl.config.engine_kinds import VLLM_OWN
-from asyncrl.engines import vllm_process, vllm_server
+from asyncrl.extensions.vllm import vllm_process, vllm_server
+from asyncrl.extensions.vllm.settings import VLLM_OWN
 from asyncrl_servers.vllm.arguments import LORA_RANKS
 
 pytestmark = pytest.mark.vllm

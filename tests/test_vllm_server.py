@@ -21,8 +21,8 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.errors import find_fatal
 from asyncrl.base.signals import STOPS
-from asyncrl.config.engine_kinds import VLLM_OWN
 from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.extensions.vllm.settings import VLLM_OWN
 from asyncrl_servers.vllm import arguments as vllm_arguments
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, first_error
 
@@ -117,6 +117,7 @@ def test_arguments_follow_config_json(
     assert word in arguments_of(tmp_path)
 
 
+@pytest.mark.extension("vllm")
 def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     for name in (*VLLM_OWN, "max-model-len", "no-enable-scale-out", "--middleware+"):
         with pytest.raises(ValidationError, match=rf"vllm\.{re.escape(name)} is set"):

@@ -18,7 +18,7 @@ from vllm_house import House, vllm_house
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.sampling import ADJUSTMENTS, SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, SegmentPart, Tokens
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from followed_ways import Typed, all_refusals, dead_ends, name_of, parts_of, split
 from job_runs import CONFIG
-from needed_extensions import NAMED, marked
+from needed_extensions import NAMED, skip_without
 from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 
 from asyncrl.algorithms.registry import resolve
@@ -83,6 +83,7 @@ def typed_of(mistake: str) -> Typed:
     mistake = mistake.removeprefix(devices[0]).strip() if devices else mistake
     for word, meant in WORDS.items():
         mistake = re.sub(rf"\b{word}\b", meant, mistake)
+    skip_without(mistake)
     return Typed(file, tuple(split(mistake)), devices[0] if devices else None)
 
 
@@ -108,7 +109,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", map(marked, REFUSED))
+@pytest.mark.parametrize("line", REFUSED)
 def test_each_way_out_of_a_refusal_is_taken(line: str) -> None:
     mistake, says, ways = parts_of(line)
     typed = typed_of(mistake)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
 from asyncrl import __version__
@@ -85,6 +86,19 @@ class ExportKind:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class AddedEngine:
+    """A kind of engine servers. `facts`: place of its EngineCapabilities
+    (config/engine_facts.py), which is imported with the settings. `maker`: place of its
+    EngineMaker (engines/kinds.py). `preload`: module of its server, if that is forked
+    from a process that has it imported.
+    """
+
+    facts: str
+    maker: str
+    preload: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """What an extension adds. A place is `module:name`.
@@ -106,6 +120,7 @@ class Extension:
     `exports`: kinds of `asyncrl export`, by the name of their option.
     `commands`: place of the function of a command, as typer takes it, by name. Each
     `asyncrl` imports its module, so the function imports what it needs.
+    `engines`: kinds of engine servers by name, for `rollout.engine`.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
     """
@@ -122,6 +137,7 @@ class Extension:
     listeners: Mapping[str, str] = field(default_factory=dict)
     exports: Mapping[str, ExportKind] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
+    engines: Mapping[str, AddedEngine] = field(default_factory=dict)
     check: str = ""
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
@@ -191,9 +207,28 @@ def rows(kind: str) -> dict[str, Any]:
     }
 
 
+_discovering = set[int]()
+"""Threads inside discover()."""
+
+
 @cache
 def discover() -> Discovery:
-    """Find all extensions, and import the settings of the ones in use."""
+    """Find all extensions, and import the settings of the ones in use. Raises ImportError
+    if these settings import a section that extensions add to.
+    """
+    thread = get_ident()
+    if thread in _discovering:
+        raise ImportError(
+            "settings of extensions are imported by sections that extensions add to"
+        )
+    _discovering.add(thread)
+    try:
+        return _discover()
+    finally:
+        _discovering.remove(thread)
+
+
+def _discover() -> Discovery:
     sources = dict[str, Source]()
     repeated = set[str]()
     for source in _sources():
@@ -215,6 +250,8 @@ def discover() -> Discovery:
         try:
             extension = sources[name].load()
             keys = extension.keys()
+            for engine in extension.engines.values():
+                load_place(engine.facts)
         except Exception as error:  # as in load_place()
             cause = error.__cause__ or error
             broken[name] = f"it cannot be imported: {type(cause).__name__}: {cause}"

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from asyncrl.config.engine_kinds import ModelEngine
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.offload_config import Rule
 
@@ -42,7 +43,7 @@ class JudgeConfig(FrozenConfig):
     """Model name in the requests; without base_url a Hugging Face folder or hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id, without base_url (none = main)."""
-    engine: Literal["embedded", "vllm"] = "embedded"
+    engine: ModelEngine = "embedded"
     """Kind of engine that serves the model, without base_url."""
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""

@@ -7,12 +7,9 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from asyncrl.config.engine_kinds import (
-    ENGINES,
-    EngineCapabilities,
-    EngineKind,
-    is_own_of_vllm,
-)
+from asyncrl.config.engine_facts import EngineCapabilities
+from asyncrl.config.engine_kinds import ENGINES, EngineKind, engines_with
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import (
     Count,
     Fraction,
@@ -44,6 +41,7 @@ class EngineRange(FrozenConfig):
             yield f".min={self.min} is above .max={self.max}; lower .min, or raise .max"
 
 
+@extended("rollout")
 class RolloutConfig(SampledConfig):
     """Sampling of completions, and the engine servers."""
 
@@ -52,7 +50,7 @@ class RolloutConfig(SampledConfig):
         "slots",
         "max_failed_groups",
         "max_requeues",
-        *(name for engine in ENGINES.values() for name in engine.free_settings),
+        "fused_decode",
     )
 
     group_size: Count = 8
@@ -65,18 +63,6 @@ class RolloutConfig(SampledConfig):
     """
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
-    vllm: dict[str, object] = {}
-    """Arguments of `vllm serve` by name, except those that the run sets itself."""
-    vllm_python: str = "auto"
-    """Python with vLLM, for rollout engines and a judge (auto = this one, else
-    .venv-vllm/bin/python of the checkout).
-    """
-    urls: list[Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$")]] | None = None
-    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the
-    run starts its own).
-    """
-    tensor_parallel: Count = 1
-    """Devices per vLLM engine."""
     slots: Count = 64
     """Sequences that one engine decodes at once."""
     max_tokens: Count = 256
@@ -137,14 +123,16 @@ class RolloutConfig(SampledConfig):
     @property
     def memory_keys(self) -> list[str]:
         """Return the written keys that fix how much memory an engine takes."""
-        key = self.facts.arguments_key
-        names = self._of_kind(key, dict[str, object]())
-        plain = {name: name.lstrip("-").replace("-", "_") for name in names}
+        plain = {name: name.lstrip("-").replace("-", "_") for name in self._arguments}
         return [
-            f"rollout.{key}.{name}"
-            for name in names
+            f"rollout.{self.facts.arguments_key}.{name}"
+            for name in plain
             if plain[name] in self.facts.memory_arguments
         ]
+
+    @property
+    def _arguments(self) -> dict[str, object]:
+        return self._of_kind(self.facts.arguments_key, {})
 
     def _of_kind(self, key: str | None, default: T) -> T:
         """Read a key that belongs to the engine's kind."""
@@ -173,29 +161,30 @@ class RolloutConfig(SampledConfig):
         yield from self._conflicts_of_urls()
 
     def _conflicts_with_engine(self) -> Iterator[str]:
-        # A setting of another engine would be ignored, for example a memory limit of
-        # vLLM.
+        # A setting of another engine would be ignored, for example a memory limit.
         for engine, facts in ENGINES.items():
             for key in self.given(*facts.settings):
                 if self.engine != engine:
                     yield f".{key} is for .engine={engine}, not {self.engine}; remove it"
-        for name in filter(is_own_of_vllm, self.vllm):
-            yield f".vllm.{name} is set by asyncrl itself; remove it"
+        for name in filter(self.facts.is_own_argument, self._arguments):
+            yield f".{self.facts.arguments_key}.{name} is set by asyncrl itself; remove it"
         # Without the support the ratio would be wrong by all that the cut took away.
         if self.sampling.is_cut and not self.facts.reports_supports:
             cuts = ", ".join(f".{name}={getattr(self, name)}" for name in sorted(CUTS))
             yield (
                 f"{cuts}: .engine={self.engine} does not report the tokens that it sampled from; set "
-                ".engine=embedded or vllm, or .top_p=1, .top_k=0 and .min_p=0"
+                f".engine={engines_with('reports_supports')}, or .top_p=1, .top_k=0 and .min_p=0"
             )
 
     def _conflicts_of_urls(self) -> Iterator[str]:
-        if self.urls is None:
+        urls = self.external_urls
+        facts = self.facts
+        if urls is None:
             return
         # A server named twice would get twice its slots. A range is refused, because
         # the run cannot start or stop servers that are not its own.
-        num = len(set(self.urls))
-        if self.is_scaled or not len(self.urls) == num == self.max_engines:
-            yield f".urls={self.urls}: name each server once, and set .num_engines={num}"
-        for key in self.given("vllm", "tensor_parallel"):
-            yield f".{key} is for servers that the run starts; remove it, or .urls"
+        num = len(set(urls))
+        if self.is_scaled or not len(urls) == num == self.max_engines:
+            yield f".{facts.urls_key}={urls}: name each server once, and set .num_engines={num}"
+        for key in self.given(*filter(None, (facts.arguments_key, facts.split_key))):
+            yield f".{key} is for servers that the run starts; remove it, or .{facts.urls_key}"

@@ -15,6 +15,7 @@ from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
+from asyncrl.config.engine_kinds import ENGINES, engines_with
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig, Seed, located
@@ -319,7 +320,7 @@ class RunConfig(FrozenConfig):
 
     @property
     def uses_supports(self) -> bool:
-        """Whether trained calls may have a support. vLLM must be told at its start."""
+        """Whether trained calls may have a support. Some engines must be told at their start."""
         has_cuts = self.rollout.sampling.is_cut or self.gateway.honours_sampling
         return has_cuts and self.rollout.facts.reports_supports
 
@@ -380,11 +381,14 @@ class RunConfig(FrozenConfig):
         engine = self.rollout.engine
         kinds = [engine, *(judge.engine for judge in self.served_judges)]
         kinds += [one.engine for one in self.teachers if one.base_url is None]
-        if self.rollout.given("vllm_python") and "vllm" not in kinds:
-            yield (
-                "rollout.vllm_python is for vLLM, and neither rollout.engine, judge.engine nor "
-                "teacher.engine of a server of the run is vllm; remove it"
-            )
+        for kind, facts in ENGINES.items():
+            python_key = f"{facts.package}_python"
+            is_used = kind in kinds or facts.package is None
+            if not is_used and self.rollout.given(python_key):
+                yield (
+                    f"rollout.{python_key} is for {facts.title}, and neither rollout.engine, judge.engine "
+                    f"nor teacher.engine of a server of the run is {kind}; remove it"
+                )
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
@@ -408,7 +412,7 @@ class RunConfig(FrozenConfig):
         if self.algorithm.router_replay and not self.rollout.facts.returns_routing:
             yield (
                 f"algorithm.router_replay needs an engine with experts, not {engine}; set "
-                "rollout.engine=embedded or vllm, or algorithm.router_replay=false"
+                f"rollout.engine={engines_with('returns_routing')}, or algorithm.router_replay=false"
             )
 
     def _checkpoint_conflicts(self) -> Iterator[str]:
@@ -557,18 +561,18 @@ class RunConfig(FrozenConfig):
                 yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {known}"
             elif taught[name] != 1:
                 yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
-        # vLLM computes prompt_logprobs before the temperature.
+        # A server computes prompt_logprobs before the temperature.
         is_embedded = all(teacher.is_embedded for teacher in self.teachers)
         if not is_embedded and self.rollout.temperature != 1:
             yield (
-                f"vLLM reports a teacher's logprobs of temperature 1 only, not "
+                f"/v1/completions reports a teacher's logprobs of temperature 1 only, not "
                 f"rollout.temperature={self.rollout.temperature}; set rollout.temperature=1, or "
                 "teacher.engine=embedded and no teacher.base_url"
             )
         if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
             yield (
                 f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
-                "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded and no "
+                "most that /v1/completions reports; lower it, or set teacher.engine=embedded and no "
                 "teacher.base_url"
             )
         # Equal rewards teach nothing by themselves, but the teacher judges every token.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.config.engine_kinds import engines_with
 from asyncrl.config.run_config import RunConfig
 from asyncrl.messages.engine_api import TransportName
 
@@ -135,12 +136,12 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
     if facts.is_transfer and not rollout.facts.receives_transfers:
         raise ConfigError(
             f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights",
-            way_out=f"{TO_SHM}, or rollout.engine=embedded or vllm.",
+            way_out=f"{TO_SHM}, or rollout.engine={engines_with('receives_transfers')}.",
         )
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
         raise ConfigError(
             f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}",
-            way_out="set trainer.lora={rank: 16} and rollout.engine=embedded or vllm.",
+            way_out=f"set trainer.lora={{rank: 16}} and rollout.engine={engines_with('has_model')}.",
         )
     # With `auto` in model.dtype, the placement of the resolved config comes here again.
     if (

@@ -1,27 +1,24 @@
 """Make engine servers of every kind: start arguments and client. ENGINES
 (config/engine_kinds.py) has the settings, devices and memory of each kind.
 
-A new kind is a row in ENGINES, a row in KINDS, its client beside vllm_server.py, and
-its server in servers/asyncrl_servers.
+A new kind is an extension with a row of `engines`.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.base.errors import EngineLost
+from asyncrl.base.extensions import load_place, rows
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import EngineKind
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import START_FACTOR, VllmRequirements
-from asyncrl.engines.vllm_server import CANARY_TOKENS, VllmServer
 from asyncrl.messages.worker_api import ChatTokenizer
 
 Body = dict[str, object]
@@ -70,11 +67,13 @@ class ServerOrder:
 
 @dataclass(frozen=True, slots=True)
 class EngineMaker:
-    """`start_factor`: multiple of supervision.start_timeout_s until it serves.
-    `canary_tokens`: longest text whose logprobs a push compares with the trainer's; 0:
-    none.
+    """`module`: of the server, as for `python -m`; it reads the spec. Another Python gets
+    links to asyncrl and to the module's own package. `start_factor`: multiple of
+    supervision.start_timeout_s until it serves. `canary_tokens`: longest text whose
+    logprobs a push compares with the trainer's; 0: none.
     """
 
+    module: str
     spec: Callable[[ServerOrder], Body]
     client: Callable[[ServerOrder, Caller], EngineClient]
     start_factor: int = 1
@@ -89,7 +88,7 @@ def _size_spec(order: ServerOrder) -> Body:
     }
 
 
-def _model_spec(order: ServerOrder) -> Body:
+def model_spec(order: ServerOrder) -> Body:
     """Return the start arguments of every engine with a model. It sees only its own
     devices.
     """
@@ -104,7 +103,7 @@ def _model_spec(order: ServerOrder) -> Body:
 
 def embedded_spec(order: ServerOrder) -> Body:
     rollout = order.config.rollout
-    return _model_spec(order) | {
+    return model_spec(order) | {
         "deterministic": rollout.deterministic,
         # A conversation comes back for its next turn, a single-turn prompt does not.
         "num_kept": order.slots
@@ -128,69 +127,17 @@ def _simulated_spec(order: ServerOrder) -> Body:
     return _size_spec(order) | {"vocab_size": vocab_size} | latencies
 
 
-def _embedded_client(order: ServerOrder, caller: Caller) -> EngineClient:
+def our_client(order: ServerOrder, caller: Caller) -> EngineClient:
     has_supports = order.config.rollout.facts.reports_supports
     return EngineServer(caller, broadcast_group=order.group, has_supports=has_supports)
 
 
-def _vllm_spec(order: ServerOrder) -> Body:
-    """Add the user's own arguments of `vllm serve`. An eval engine is never split over
-    devices.
-    """
-    config = order.config
-    rollout = config.rollout
-    lora = config.trainer.lora
-    args = dict(rollout.vllm) if order.serves_policy else {}
-    if order.share is not None:
-        args["gpu_memory_utilization"] = order.share
-    is_told_to_sleep = {"enable-sleep-mode", "enable_sleep_mode"} & args.keys()
-    if order.moves and order.is_rollout and not is_told_to_sleep:
-        # vLLM allocates weights and cache in memory that it can free only if it was
-        # started so.
-        args["enable_sleep_mode"] = True
-    return _model_spec(order) | {
-        "deterministic": config.is_deterministic(order.device),
-        "tensor_parallel": rollout.tensor_parallel if order.is_rollout else 1,
-        "has_adapters": config.weight_sync.facts.sends_adapters and order.serves_policy,
-        "fits_slots": not order.serves_policy,
-        "returns_supports": order.returns_supports,
-        "lora_rank": 1 if lora is None else lora.rank,
-        "args": args,
-    }
-
-
-def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
-    """Return a client whose ready() checks the server's settings."""
-    config = order.config
-    limit = config.weight_sync.canary_limit
-    tokenizer = order.tokenizer
-    # vLLM finds stop strings in text, where special tokens have none. Those are passed
-    # as stop ids.
-    special = {
-        tokenizer.decode([number], skip_special_tokens=False): number
-        for number in sorted(tokenizer.special_ids)
-    }
-    needed = VllmRequirements(
-        model_path=str(order.model_path),
-        dtype=config.model.dtype,
-        slots=order.slots,
-        max_length=order.max_length,
-        end_ids=tuple(sorted(tokenizer.end_ids)),
-        special_ids={name: number for name, number in special.items() if name},
-        stays=order.stays,
-        returns_routing=order.returns_routing,
-        returns_supports=order.returns_supports,
-        canary_limit=None if limit == "auto" else limit,
-        decode=tokenizer.decode,
-        # New for each client, and so for each run: an external server outlives a run,
-        # and its tokens of a run before must not pass as ours.
-        mark=secrets.token_hex(4),
-    )
-    return VllmServer(caller, needed, broadcast_group=order.group)
-
-
-KINDS: Mapping[EngineKind, EngineMaker] = {
-    "embedded": EngineMaker(embedded_spec, _embedded_client),
-    "simulated": EngineMaker(_simulated_spec, _embedded_client),
-    "vllm": EngineMaker(_vllm_spec, _vllm_client, START_FACTOR, CANARY_TOKENS),
+CORE: Mapping[str, EngineMaker] = {
+    "embedded": EngineMaker("asyncrl_servers.embedded", embedded_spec, our_client),
+    "simulated": EngineMaker("asyncrl_servers.simulated", _simulated_spec, our_client),
 }
+
+
+def maker_of(kind: EngineKind) -> EngineMaker:
+    """Return the maker of a kind, which an extension imports on its first use."""
+    return CORE.get(kind) or load_place(rows("engines")[kind].maker)

@@ -15,8 +15,8 @@ from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
+from asyncrl.engines.openai_scope import ASK_AGAIN_S, OpenAIScope, Read
 from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
-from asyncrl.engines.vllm_process import ASK_AGAIN_S, Read, VllmProcess
 from asyncrl.messages.engine_api import EngineHealth, ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.tokens import (
@@ -159,7 +159,7 @@ class ServedTeacher(Teacher):
     """
 
     def _open_scope(self) -> CallScope:
-        self._process = VllmProcess(self._caller, 0, "")
+        self._process = OpenAIScope(self._caller, 0)
         return self._process
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
@@ -226,8 +226,8 @@ class ServedTeacher(Teacher):
         return await self.repeat("an answer to /v1/completions", send)
 
     async def _post(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
-        """Ask vLLM for the logprobs of a text. Raises ConfigError for an answer without
-        them, CallRefused or CallLost.
+        """Ask the server for the logprobs of a text. Raises ConfigError for an answer
+        without them, CallRefused or CallLost.
         """
         body = {
             "model": self._model,

@@ -116,7 +116,7 @@ def make_gateway(
         harnesses=config.harnesses or (config.generator,),
         late=late,
     )
-    # vLLM reports supports only if its start asked for them.
+    # An engine with its own Python reports supports only if its start asked for them.
     has_cuts = config.uses_supports or rollout.facts.package is None
     cuts = CUTS if has_cuts else frozenset[str]()
     rules = CallRules(

@@ -820,7 +820,7 @@ def find_models(
         positions = positions_of(model)
         needed = config.rollout.max_length + extra.num_sampled
         if positions is not None and positions < needed:
-            more = ", and vLLM samples one more" if extra.num_sampled else ""
+            more = ", and its server samples one more" if extra.num_sampled else ""
             raise ConfigError(
                 f"{key}={model.path} has max_position_embeddings={positions}",
                 rule=f"the {role} reads whole texts, of at most {config.rollout.max_length} tokens{more}",

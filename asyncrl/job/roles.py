@@ -38,7 +38,7 @@ from asyncrl.config.placement_config import ServerDevices, server_devices
 from asyncrl.config.reward_model_config import REWARD_BATCH_TOKENS
 from asyncrl.config.teacher_config import TEACHER_SLOTS, TeacherConfig
 from asyncrl.engines.engine import EngineClient, ServerClient
-from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
+from asyncrl.engines.kinds import Body, ServerOrder, embedded_spec, maker_of
 from asyncrl.engines.reward_client import RewardModelClient, find_label
 from asyncrl.engines.served_judge import ServedJudge
 from asyncrl.engines.teacher import ServedTeacher, Teacher
@@ -111,18 +111,15 @@ def _engine_launch(order: ServerOrder) -> Launch:
 
 
 def _launch_of(order: ServerOrder, kind: EngineKind) -> Launch:
-    package = ENGINES[kind].package
     python = None
-    if package is not None:
-        python = partial(find_python, order.config.rollout, package)
-    maker = KINDS[kind]
-    return Launch(
-        f"asyncrl_servers.{kind}", maker.spec(order), python, maker.start_factor
-    )
+    if ENGINES[kind].package is not None:
+        python = partial(find_python, order.config.rollout, kind)
+    maker = maker_of(kind)
+    return Launch(maker.module, maker.spec(order), python, maker.start_factor)
 
 
 def _engine_client(order: ServerOrder, caller: Caller) -> EngineClient:
-    return KINDS[order.config.rollout.engine].client(order, caller)
+    return maker_of(order.config.rollout.engine).client(order, caller)
 
 
 # ---- the eval engine
@@ -186,7 +183,7 @@ def _teacher_order(teacher: TeacherConfig, order: ServerOrder) -> ServerOrder:
     order = replace(order, is_rollout=False, serves_policy=False, slots=1, group=None)
     if teacher.is_embedded:
         return order
-    # vLLM samples one token behind each text.
+    # /v1/completions samples one token behind each text.
     return replace(order, slots=TEACHER_SLOTS, max_length=order.max_length + 1)
 
 
@@ -200,8 +197,8 @@ def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
     if teacher.base_url is not None:
         remote = _remote_caller(teacher)
         return Launch("", {}, url=remote.url, secret=remote.secret)
-    if teacher.engine == "vllm":
-        return _launch_of(order, "vllm")
+    if not teacher.is_embedded:
+        return _launch_of(order, teacher.engine)
     spec = embedded_spec(order) | {"score_slots": TEACHER_SLOTS}
     return Launch("asyncrl_servers.embedded", spec)
 
@@ -308,7 +305,7 @@ def _judge_launch(order: ServerOrder) -> Launch:
 def _judge_client(order: ServerOrder, caller: Caller) -> ServedJudge:
     tokenizer = order.tokenizer
     return ServedJudge(
-        KINDS[order.config.served_judges[0].engine].client(order, caller),
+        maker_of(order.config.served_judges[0].engine).client(order, caller),
         caller,
         lambda text: tokenizer.encode(
             tokenizer.render([{"role": "user", "content": text}])

@@ -136,10 +136,11 @@ def serve_gateway(
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve until Ctrl-C; return the exit code."""
     if config.rollout.external_urls is not None:
+        key = f"rollout.{config.rollout.facts.urls_key}"
         raise ConfigError(
-            f"rollout.urls={config.rollout.external_urls}: others have started these engines",
+            f"{key}={config.rollout.external_urls}: others have started these engines",
             rule="this command starts an engine, and tells its key",
-            way_out="remove rollout.urls.",
+            way_out=f"remove {key}.",
         )
     with opened_lifecycle(config, run_dir, name) as lifecycle:
         return run_loop(lifecycle.run(partial(_live_engine, lifecycle)))

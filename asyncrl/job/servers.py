@@ -24,7 +24,7 @@ from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.transports import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
-from asyncrl.engines.kinds import KINDS, ServerOrder
+from asyncrl.engines.kinds import ServerOrder, maker_of
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient, judge_by, least_busy
@@ -321,7 +321,7 @@ class ServerFactory:
 
     def _canary_tokens(self) -> int:
         """Return the number of tokens whose logprobs each push compares; 0: none."""
-        longest = KINDS[self.config.rollout.engine].canary_tokens
+        longest = maker_of(self.config.rollout.engine).canary_tokens
         if not longest or self.config.weight_sync.canary_limit is None:
             return 0
         return max(2, min(longest, self.config.rollout.max_length - 1))

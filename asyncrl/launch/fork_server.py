@@ -21,6 +21,7 @@ from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
 
 from asyncrl.base.errors import without_train
+from asyncrl.base.extensions import rows
 from asyncrl.base.http import SECRETS
 from asyncrl.base.signals import (
     STOPS,
@@ -141,8 +142,10 @@ class ForkServer(forkserver.ForkServer):
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         super().__init__()
+        added = [engine.preload for engine in rows("engines").values()]
+        modules = [*modules, *filter(None, added)]
         self.modules = {name.removesuffix(".__main__"): name for name in modules}
-        self.set_forkserver_preload([*modules])
+        self.set_forkserver_preload(modules)
         environ = dict(os.environ)
         # Empty instead of removed: update() below cannot remove a name. /proc shows the
         # environment of an exec.

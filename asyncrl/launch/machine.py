@@ -22,9 +22,10 @@ from pathlib import Path
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 import asyncrl
-from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import available_memory, num_cores
 from asyncrl.config import RolloutConfig
+from asyncrl.config.engine_kinds import ENGINES, EngineKind
 
 LOOPBACK = "127.0.0.1"
 _SIZE = TypeAdapter(ByteSize)
@@ -212,11 +213,13 @@ ASK = "import importlib.metadata, sys; importlib.metadata.version(sys.argv[1])"
 ASK_TIMEOUT_S = 30.0
 
 
-def find_python(rollout: RolloutConfig, package: str) -> Path:
-    """Return the Python that has an engine's package: the one in
+def find_python(rollout: RolloutConfig, kind: EngineKind) -> Path:
+    """Return the Python that has the package of an engine kind: the one in
     rollout.{package}_python; for auto, ours or the one in .venv-{package} or
     $VENV_{PACKAGE}. Raises ConfigError.
     """
+    package = ENGINES[kind].package
+    assert package is not None, "this kind has its own Python"
     given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)
     folder = Path(
@@ -233,8 +236,7 @@ def find_python(rollout: RolloutConfig, package: str) -> Path:
             return python.absolute()  # do not resolve: a venv's python is a link
     raise ConfigError(
         f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
-        way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` (CPU); or name one, or "
-        f"its folder in VENV_{package.upper()}.",
+        way_out=f"{ENGINES[kind].installation}; or name one, or its folder in VENV_{package.upper()}.",
     )
 
 

@@ -20,7 +20,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.base.progress import told_if_long
 from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
-from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
+from asyncrl.config.engine_facts import EngineCapabilities
+from asyncrl.config.engine_kinds import ENGINES
 from asyncrl.config.offload_config import (
     CRITIC_PASS,
     CRITIC_STEP,
@@ -906,8 +907,8 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     if config.rollout.external_urls is None:
         kinds.append(config.rollout.engine)
     for kind in kinds if is_local else ():
-        if kind is not None and (package := ENGINES[kind].package) is not None:
-            find_python(config.rollout, package)
+        if kind is not None and ENGINES[kind].package is not None:
+            find_python(config.rollout, kind)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:
             held = [

@@ -200,7 +200,9 @@ class ChildProcess(Process):
         }
         python = await asyncio.to_thread(spec.python) if spec.python else None
         if python is not None:
-            env["PYTHONPATH"] = str(import_folder(specs / f"imports-{self._host}"))
+            own = spec.module.partition(".")[0]
+            folder = import_folder(specs / f"imports-{self._host}", own)
+            env["PYTHONPATH"] = str(folder)
         for folder in (specs, spec.log_path.parent):
             folder.mkdir(parents=True, exist_ok=True)
         spec_path = specs / f"{spec.name}.json"
@@ -329,14 +331,16 @@ class Launcher:
     def close(self) -> None: ...
 
 
-def import_folder(folder: Path) -> Path:
-    """Link our packages for a Python that must not see our site-packages."""
+def import_folder(folder: Path, package: str) -> Path:
+    """Link our packages, and the server's, for a Python that must not see our
+    site-packages.
+    """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in PACKAGES:
+    for name in {*PACKAGES, package}:
         link = folder / name
         target = Path(str(files_of(name))).resolve()
-        # Links to two packages: with our whole site-packages on its PYTHONPATH, vLLM's
+        # Links to single packages: with our whole site-packages on its PYTHONPATH, vLLM's
         # Python would import our torch.
         if not link.is_symlink() or link.readlink() != target:
             link.unlink(missing_ok=True)  # of a moved installation

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.config.engine_kinds import engines_with
 from asyncrl.messages.tokens import NO_EXPERT
 from asyncrl.models.devices import choose_device
 from asyncrl.models.loading import (
@@ -299,7 +300,7 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
 def plan_of(
     spec: TrainerSpec, model: PreTrainedModel, device: torch.device
 ) -> ForwardPlan:
-    """Choose how sequences share a pass, and pin rotary frequencies as vLLM does.
+    """Choose how sequences share a pass, and pin rotary frequencies as an engine does.
     Raises ConfigError.
     """
     with loading(spec.model_path):
@@ -316,8 +317,8 @@ def plan_of(
         return plan
     if not plan.border.is_stepwise:
         raise ConfigError(
-            f"rollout.engine=vllm, and the model's RoPE is {plan.border.rope_type}",
-            rule="vLLM scales dynamic RoPE by a rule of its own, unlike transformers at any length",
+            f"rollout.engine={engines_with('pins_length')}, and the model's RoPE is {plan.border.rope_type}",
+            rule="it scales dynamic RoPE by a rule of its own, unlike transformers at any length",
             way_out="set rollout.engine=embedded.",
         )
     pin_length(model, spec.pinned_length)

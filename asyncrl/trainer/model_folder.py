@@ -177,10 +177,12 @@ def check_plain(config: RunConfig, architecture: dict[str, Any]) -> None:
     """
     source = f"{MODEL_KEY}={config.model.path}"
     check_quantization(architecture, source)
-    if quantization_of(architecture) is not None and config.rollout.engine == "vllm":
+    facts = config.rollout.facts
+    if quantization_of(architecture) is not None and facts.keeps_quantized:
         raise ConfigError(
-            f"{source} is quantised, and rollout.engine=vllm",
-            rule="vLLM would keep its layers quantised, and cannot take the trainer's plain weights",
+            f"{source} is quantised, and rollout.engine={config.rollout.engine}",
+            rule=f"{facts.title} would keep its layers quantised, and cannot take the trainer's plain "
+            "weights",
             way_out="give the unquantised model, or set rollout.engine=embedded, which dequantises too.",
         )
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.sampling import SamplingRequest
 
 if TYPE_CHECKING:

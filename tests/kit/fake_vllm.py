@@ -25,8 +25,13 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, CallGarbled, CallLost
-from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, Json, VllmRequirements
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_process import (
+    GENERATE,
+    GRAMMARS,
+    Json,
+    VllmRequirements,
+)
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest

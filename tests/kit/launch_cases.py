@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from needed_extensions import skip_without
+
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import CudaDevice, Machine, Node
@@ -51,6 +53,7 @@ def load(*overrides: str, name: str = "quickstart") -> RunConfig:
     of the tests need.
     """
     anywhere = ["placement.trainer=auto", "placement.rollout=auto"]
+    skip_without(*overrides)
     sizes = SIZES if name == "quickstart" else []
     return load_config(CONFIGS / f"{name}.yaml", [*anywhere, *sizes, *overrides])
 

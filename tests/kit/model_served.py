@@ -33,8 +33,8 @@ from vllm_process import packages_for, vllm_python
 
 from asyncrl.base.errors import ConfigError, EngineError, find_fatal
 from asyncrl.base.http import SECRET_ENV, Caller
-from asyncrl.engines.vllm_process import VllmRequirements
-from asyncrl.engines.vllm_server import CANARY_TOKENS, VllmServer
+from asyncrl.extensions.vllm.vllm_process import VllmRequirements
+from asyncrl.extensions.vllm.vllm_server import CANARY_TOKENS, VllmServer
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.models.loading import load_language_model

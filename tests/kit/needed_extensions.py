@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,36 +34,53 @@ NEEDED = {
         "configs/gsm8k-qwen2.5-7b-2x8gpu.yaml",
         "docs/clusters.md",
     ],
+    "vllm": [
+        "configs/gsm8k-qwen2.5-1.5b-1gpu-shared.yaml",
+        "configs/gsm8k-qwen2.5-1.5b-1gpu.yaml",
+        "configs/gsm8k-qwen2.5-7b-2x8gpu-colocated.yaml",
+        "configs/gsm8k-qwen2.5-7b-2x8gpu.yaml",
+        "configs/gsm8k-qwen2.5-7b-8gpu-colocated.yaml",
+        "configs/gsm8k-qwen2.5-7b-8gpu.yaml",
+        "examples/code.yaml",
+        "examples/judge.yaml",
+        "README.md",
+        "docs/colocation.md",
+        "docs/coming-from.md",
+        "docs/engines.md",
+        "docs/install.md",
+        "docs/lora.md",
+        "docs/troubleshooting.md",
+    ],
 }
 """Pages and configs with settings of an extension."""
 NAMED = {
     "openenv": "openenv",
-    "ray": "launcher=ray|^launch |^2x",
+    "ray": "launcher=ray|^launch |^2x|nodes: 2",
     "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
+    "vllm": r"\bvllm|\brollout\.(urls|tensor_parallel)\b",
 }
-"""Words of settings and commands of an extension, as a pattern."""
-
-
-def marked(line: str, *marks: pytest.MarkDecorator) -> Any:
-    """Return a parameter of a test, marked by the extensions that it names."""
-    names = [name for name, words in NAMED.items() if re.search(words, line)]
-    return pytest.param(line, id=line, marks=[pytest.mark.extension(*names), *marks])
+"""Words in settings, commands and names of files that need an extension, as a pattern."""
 
 
 def missing_for(file: object) -> list[str]:
-    """Return the extensions that a file needs and that are not in use."""
+    """Return the extensions that a file or settings need and that are not in use."""
     name = str(file).removeprefix(f"{ROOT}/")
-    return [
-        extension
-        for extension, files in NEEDED.items()
-        if name in files and extension not in extensions()
-    ]
+    needed = {extension for extension, files in NEEDED.items() if name in files}
+    needed |= {extension for extension in NAMED if re.search(NAMED[extension], name)}
+    return sorted(needed - extensions().keys())
+
+
+def skip_without(*settings: str) -> None:
+    """Skip a test if its settings need an extension that is not in use."""
+    if missing := missing_for(" ".join(settings)):
+        pytest.skip(f"no extension {', '.join(missing)}")
 
 
 def missing_of(item: pytest.Item) -> list[str]:
     """Return the extensions that a test needs and that are not in use."""
     marked = [name for mark in item.iter_markers("extension") for name in mark.args]
+    marked += [mark.name for mark in item.iter_markers("vllm")]
     missing = [name for name in marked if name not in extensions()]
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():

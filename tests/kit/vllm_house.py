@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.http import Caller
-from asyncrl.engines.vllm_process import VllmRequirements
-from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.extensions.vllm.vllm_process import VllmRequirements
+from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.trainer.random_init import make_character_tokenizer

@@ -17,7 +17,7 @@ from asyncrl.base.waits import shielded, within
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, reading
 from asyncrl.engines.link import OnChunk, OnInterrupted
-from asyncrl.engines.vllm_process import (
+from asyncrl.extensions.vllm.vllm_process import (
     GENERATE,
     Generated,
     ProcessState,
@@ -27,7 +27,7 @@ from asyncrl.engines.vllm_process import (
     make_ready,
     vllm_request,
 )
-from asyncrl.engines.vllm_sampling import Segment, check_request
+from asyncrl.extensions.vllm.vllm_sampling import Segment, check_request
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart

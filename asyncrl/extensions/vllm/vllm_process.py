@@ -8,23 +8,29 @@ import json
 import math
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+from pydantic import Field, ValidationError
 
 from asyncrl.base.errors import ConfigError, EngineError, ErrorBody
-from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
+from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.waits import Signal
-from asyncrl.engines.engine import CallScope
+from asyncrl.engines.openai_scope import (
+    ASK_AGAIN_S,
+    Json,
+    OpenAIScope,
+    Read,
+    openai_errors,
+)
 from asyncrl.messages.engine_api import EnginePart
 from asyncrl.messages.sampling import Decode
 
 if TYPE_CHECKING:
-    from asyncrl.engines.vllm_sampling import Segment
+    from asyncrl.extensions.vllm.vllm_sampling import Segment
 
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
@@ -39,9 +45,6 @@ _SUPPORTS = "return_sampling_mask"
 _WAY_OUT = "start it as docs/engines.md describes, with its key in ASYNCRL_VLLM_KEY."
 _MIN_KEEP_ALIVE_S = 60
 """Our connections idle up to 30 s (http.Caller)."""
-ASK_AGAIN_S = 0.1
-"""Retry period: an abort that overtook its request has no effect."""
-_HEALTH_LIMIT_S = 5.0
 START_FACTOR = 3
 """Multiple of supervision.start_timeout_s: vLLM first compiles kernels."""
 _COUNTS = {
@@ -50,13 +53,6 @@ _COUNTS = {
     "tokens_generated": ("generation_tokens_total",),
     "decode_s": ("request_prefill_time_seconds_sum", "inter_token_latency_seconds_sum"),
 }
-
-
-Json = RootModel[dict[str, Any]]
-
-
-class Read(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class WorkerAnswer(TypedDict, total=False):
@@ -140,34 +136,11 @@ def vllm_request(
     }
 
 
-@contextlib.contextmanager
-def _vllm_errors() -> Iterator[None]:
-    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error":
-    "..."} or {"detail": ..}.
-    """
-    try:
-        yield
-    except CallGarbled as garbled:
-        if garbled.status < 400:
-            raise
-        error: Any = None
-        with contextlib.suppress(ValueError, AttributeError):
-            answer = json.loads(garbled.text)
-            error = answer.get("error") or answer.get("detail")
-        error = error if isinstance(error, dict) else {"message": error}
-        body = ErrorBody(error=str(error.get("message") or garbled.why))
-        # In a stream the status was 200 before the error came, so the error has a code.
-        # Other servers than vLLM write words there, such as "invalid_api_key".
-        code = str(error.get("code"))
-        status = int(code) if code.isdecimal() else garbled.status
-        raise CallRefused(garbled.server, garbled.path, status, body) from garbled
-
-
 ProcessState = Enum("ProcessState", "SERVING PAUSED LOADING ASLEEP")
 """PAUSED: a commit holds new requests back."""
 
 
-class VllmProcess(CallScope):
+class VllmProcess(OpenAIScope):
     """vLLM process of a server.
 
     Life: `state` is SERVING -> PAUSED -> LOADING -> SERVING, once checked; or ASLEEP. A
@@ -257,44 +230,6 @@ class VllmProcess(CallScope):
                     for segment in segments:
                         await segment.answered.wait()
 
-    async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        """Return EngineLost if the engine is dead: its server briefly answers 500 or
-        above.
-        """
-        # Otherwise a dead engine would look like a refusal, which ends the run.
-        # EngineLost restarts the server.
-        if isinstance(failure, CallRefused) and failure.status >= 500:
-            try:
-                await self.read("/health", _HEALTH_LIMIT_S)
-            except (CallLost, CallRefused) as dead:
-                answer = f"answered {failure.status} to {failure.path} ({failure.body.error})"
-                return self.lost(f"{answer} and is not well: {dead}")
-        return await super().error_of(failure)
-
-    # ---- calls: raise CallRefused with vLLM's error, or CallLost; `timeout_s` None: no limit
-
-    async def get(
-        self, path: str, answer: type[Answer], timeout_s: float | None = None
-    ) -> Answer:
-        with _vllm_errors():
-            return await self.caller.get(path, answer, timeout_s=timeout_s)
-
-    async def read(self, path: str, timeout_s: float | None = None) -> bytes:
-        with _vllm_errors():
-            return await self.caller.read("GET", path, None, timeout_s)
-
-    async def post(
-        self,
-        path: str,
-        body: dict[str, object] | None,
-        answer: type[Answer],
-        timeout_s: float | None = None,
-    ) -> Answer:
-        with _vllm_errors():
-            return await self.caller.post(
-                path, body if body is None else Json(body), answer, timeout_s=timeout_s
-            )
-
     async def tell(
         self,
         path: str,
@@ -303,12 +238,12 @@ class VllmProcess(CallScope):
     ) -> None:
         # Routes like /resume answer nothing.
         content = None if body is None else Json(body)
-        with _vllm_errors():
+        with openai_errors():
             await self.caller.read("POST", path, content, timeout_s)
 
     async def stream(self, body: dict[str, object]) -> AsyncGenerator[Generated, None]:
         """Yield parts of GENERATE. Closing it ends the request."""
-        with _vllm_errors():
+        with openai_errors():
             sent = Json(body | {"stream": True})
             async with contextlib.aclosing(self.caller.lines(GENERATE, sent)) as lines:
                 async for line in lines:

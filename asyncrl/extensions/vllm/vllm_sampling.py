@@ -18,8 +18,8 @@ from asyncrl.base.errors import EngineError, EngineLost, ErrorBody, RequestRefus
 from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.engines.engine import refused
 from asyncrl.engines.link import OnChunk, SegmentCheck
-from asyncrl.engines.vllm_process import (
-    ASK_AGAIN_S,
+from asyncrl.engines.openai_scope import ASK_AGAIN_S
+from asyncrl.extensions.vllm.vllm_process import (
     GENERATE,
     Finish,
     Generated,
