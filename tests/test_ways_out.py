@@ -168,7 +168,7 @@ def commands_in(said: str, line: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("_runs")
-@pytest.mark.parametrize("line", map(marked, COMMANDS))
+@pytest.mark.parametrize("line", COMMANDS)
 def test_commands_in_a_refusal_work(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
