@@ -108,7 +108,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", map(marked, REFUSED))
+@pytest.mark.parametrize("line", [*map(marked, REFUSED)])
 def test_each_way_out_of_a_refusal_is_taken(line: str) -> None:
     mistake, says, ways = parts_of(line)
     typed = typed_of(mistake)
@@ -167,7 +167,7 @@ def commands_in(said: str, line: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("_runs")
-@pytest.mark.parametrize("line", map(marked, COMMANDS))
+@pytest.mark.parametrize("line", [*map(marked, COMMANDS)])
 def test_commands_in_a_refusal_work(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,7 @@ NEEDED = {
 """Pages and configs with settings of an extension."""
 NAMED = {
     "openenv": "openenv",
-    "ray": "launcher=ray|^launch |^2x",
+    "ray": "launcher=ray|^launch |^2x8x80GB placement",
     "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
 }
