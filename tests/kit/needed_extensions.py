@@ -55,7 +55,7 @@ NEEDED = {
 """Pages and configs with settings of an extension."""
 NAMED = {
     "openenv": "openenv",
-    "ray": "launcher=ray|^launch |^2x|nodes: 2",
+    "ray": "launcher=ray|^launch |^2x8x80GB placement|nodes: 2",
     "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
     "vllm": r"\bvllm|\brollout\.(urls|tensor_parallel)\b",
