@@ -200,6 +200,64 @@ def test_package_that_cannot_be_used_is_named(case: str, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+BEEP = """
+import asyncio, json, sys
+from pathlib import Path
+from typing import get_args
+from asyncrl.config import engine_kinds
+from asyncrl.engines.kinds import maker_of
+from asyncrl.launch.fork_server import ForkServer
+from asyncrl.launch.processes import ChildProcess, ProcessSpec
+
+async def answer_of(module):
+    python = Path(sys.executable)
+    spec = ProcessSpec("e", module, "{}", Path(sys.argv[1]), "", python=lambda: python)
+    child = ChildProcess(spec)
+    await child.start()
+    await child.wait()
+    return spec.log_path.read_text()
+
+server = maker_of("beep")
+print(json.dumps([
+    get_args(engine_kinds.EngineKind), get_args(engine_kinds.ModelEngine),
+    engine_kinds.engines_with("keeps_turns"), ForkServer([]).modules,
+    asyncio.run(answer_of(server)),
+]))
+"""
+BEEPER = {
+    "__init__.py": RECORD.replace(
+        "HarnessKind\n", "HarnessKind, AddedEngine\n"
+    ).replace(
+        "    check=",
+        """    engines={
+        "beep": AddedEngine("acme_pager.settings:FACTS", "acme_pager:SERVER", "acme_pager.beep")
+    },
+    check=""",
+    )
+    + "SERVER = 'acme_pager.beep'\n",
+    "settings.py": SETTINGS
+    + "from asyncrl.config.engine_facts import EngineCapabilities\n"
+    "FACTS = EngineCapabilities(keeps_turns=True, has_model=False)\n",
+    "beep.py": "import sys, asyncrl_servers\nif __name__ == '__main__': print('beep', len(sys.argv))",
+}
+
+
+def test_engine_kind_of_a_package_is_one_like_others(tmp_path: Path) -> None:
+    packages = install(tmp_path / "packages", BEEPER)
+    done = python(
+        "-c", BEEP, tmp_path, packages=packages, ASYNCRL_EXTENSIONS="core,pager"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        ["embedded", "beep", "simulated"],
+        ["embedded"],
+        "embedded or beep",
+        {"acme_pager.beep": "acme_pager.beep"},
+        # In a Python that finds the server's package only by its link.
+        "beep 5\n",
+    ]
+
+
 def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
     install(tmp_path)
     install(tmp_path, name="beeper")
@@ -437,7 +495,8 @@ def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
     done = inside("pip", "install", *offline, source)
     assert done.returncode == 0, done.stderr
     assert "tries 1.0 of asyncrl-tries" in inside("asyncrl", "extensions").stdout
-    two = (QUICKSTART, "generator.tries=2", "rollout.max_prompt_tokens=40")
+    engine = ("rollout.engine=fixed", "rollout.fixed_tokens=7")
+    two = (QUICKSTART, "generator.tries=2", "rollout.max_prompt_tokens=40", *engine)
     few = ("trainer.num_steps=2", "observe.trackers=[csv]")
     assert "tries: 2 answers" in inside("asyncrl", "check", *two).stdout
     refused = inside("asyncrl", "check", *two, "gateway.max_calls=1")
@@ -446,7 +505,7 @@ def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
     done = inside("asyncrl", "run", *two, *few, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr
     last = json.loads((run_dir / "samples.jsonl").read_text().splitlines()[-1])
-    assert last["num_sampled"] > 12  # max_tokens of one answer
+    assert last["num_sampled"] == 2 * 7
     tracked = (run_dir / "rewards.csv").read_text().splitlines()
     assert [line.partition(",")[0] for line in tracked] == ["1", "2"]
 
@@ -456,4 +515,8 @@ def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
     refused = inside("asyncrl", "run", *two, *few, "--run-dir", run_dir)
     assert refused.returncode == 2
     assert "generator.tries on the command line is not a known key" in refused.stderr
+    assert (
+        "rollout.engine='fixed'"
+        in inside("asyncrl", "check", QUICKSTART, engine[0]).stderr
+    )
     assert "install tries 1.0 of asyncrl-tries" in refused.stderr

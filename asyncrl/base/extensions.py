@@ -207,8 +207,8 @@ def rows(kind: str) -> dict[str, Any]:
     }
 
 
-_discovering = set[int]()
-"""Threads inside discover()."""
+_begun = set[int]()
+"""Threads that have called discover()."""
 
 
 @cache
@@ -216,19 +216,11 @@ def discover() -> Discovery:
     """Find all extensions, and import the settings of the ones in use. Raises ImportError
     if these settings import a section that extensions add to.
     """
-    thread = get_ident()
-    if thread in _discovering:
+    if get_ident() in _begun:
         raise ImportError(
             "settings of extensions are imported by sections that extensions add to"
         )
-    _discovering.add(thread)
-    try:
-        return _discover()
-    finally:
-        _discovering.remove(thread)
-
-
-def _discover() -> Discovery:
+    _begun.add(get_ident())
     sources = dict[str, Source]()
     repeated = set[str]()
     for source in _sources():

@@ -1,4 +1,4 @@
-"""Kinds of engines: the core's and the ones of extensions."""
+"""Kinds of engines: of the core and of extensions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     ModelEngine = str
 else:
     EngineKind = Literal[tuple(ENGINES)]
-    """Values of a setting; the type checker does not know the ones of extensions."""
+    """Values of a setting. The type checker does not know the kinds of extensions."""
     with_model = filter(lambda kind: ENGINES[kind].has_model, ENGINES)
     ModelEngine = Literal[tuple(with_model)]
 
