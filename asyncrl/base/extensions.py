@@ -239,22 +239,29 @@ def discover() -> Discovery:
         if name in repeated:
             broken[name] = "another package has an extension of this name, too"
             continue
-        try:
-            extension = sources[name].load()
-            keys = extension.keys()
-            for engine in extension.engines.values():
-                load_place(engine.facts)
-        except Exception as error:  # as in load_place()
-            cause = error.__cause__ or error
-            broken[name] = f"it cannot be imported: {type(cause).__name__}: {cause}"
-            continue
-        used[name] = extension
-        for table, section in CHOSEN_IN.items():
-            for row in getattr(extension, table):
-                if f"{section}.{row}" not in keys:
-                    broken[name] = f"{row} of {table} has no setting {section}.{row}"
-                    used.pop(name, None)
+        extension, fault = _loaded(sources[name])
+        if extension is None:
+            broken[name] = fault
+        else:
+            used[name] = extension
     return Discovery(sources, used, broken, sorted(sources.keys() - names))
+
+
+def _loaded(source: Source) -> tuple[Extension | None, str]:
+    """Return an extension, or None and why it cannot be used."""
+    try:
+        extension = source.load()
+        keys = extension.keys()
+        for engine in extension.engines.values():
+            load_place(engine.facts)
+    except Exception as error:  # as in load_place()
+        cause = error.__cause__ or error
+        return None, f"it cannot be imported: {type(cause).__name__}: {cause}"
+    for table, section in CHOSEN_IN.items():
+        for row in getattr(extension, table):
+            if f"{section}.{row}" not in keys:
+                return None, f"{row} of {table} has no setting {section}.{row}"
+    return extension, ""
 
 
 def _sources() -> Iterator[Source]:
