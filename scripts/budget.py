@@ -78,7 +78,9 @@ def main() -> int:
             f"Way out: delete code in {', '.join(over)}, or raise the budget in pyproject.toml."
         )
     product = [name for name in sizes if name.startswith(("asyncrl", "servers"))]
-    added = [name for name in product if name.startswith("asyncrl/extensions/")]
+    # An extension's servers are in servers/asyncrl_servers/NAME.
+    own = ROOT / "asyncrl/extensions"
+    added = [name for name in product if (own / Path(name).name).is_dir()]
     print(f"core: {sum(sizes[name] for name in product if name not in added)}")
     print(f"extensions: {sum(sizes[name] for name in added)}")
     return 1 if over else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from launch_cases import (
 
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import PlacementConfig
+from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.job.roles import EVAL_ENGINE, extra_models, extra_servers, roles_of
 from asyncrl.launch import machine
 from asyncrl.launch.launchers import LocalLauncher
@@ -123,6 +124,7 @@ def test_eval_engine_and_teacher_take_free_devices_first(
     assert found == [evaluation, teacher]
 
 
+@pytest.mark.extension("scoring")
 def test_each_device_of_a_server_has_a_copy() -> None:
     several = [*APART, *TAUGHT, "placement.teacher=[3, cpu, 2]"]
     extra = placed(4, *several).extra
@@ -156,6 +158,7 @@ def test_one_key_places_several_components() -> None:
     assert where(placement.trainer) == where(placement.engine_devices) == "0: 01"
 
 
+@pytest.mark.extension("scoring")
 def test_servers_may_have_the_trainers_other_devices() -> None:
     four = ["placement.trainer=all", "placement.rollout=0-1", ZERO, *sizes(4, 2)]
     placement = placed(4, *four, *TAUGHT, "placement.teacher=2-3")
@@ -186,9 +189,12 @@ def forms(draw: st.DrawFn) -> str:
     )
 
 
-BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)}
+@cache
+def base_of(split: int) -> RunConfig:
+    return load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT)
 
 
+@pytest.mark.extension("scoring")
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
@@ -209,7 +215,7 @@ def test_accepted_placement_keeps_the_rules(
     bound: int,
 ) -> None:
     sides = {"trainer": yaml.safe_load(trainer), "rollout": yaml.safe_load(rollout)}
-    there, base = nodes(*num_cuda), BASE[split]
+    there, base = nodes(*num_cuda), base_of(split)
     changes = {
         "placement": PlacementConfig.model_validate(sides),
         "trainer": base.trainer.model_copy(update={"world_size": size}),

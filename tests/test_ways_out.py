@@ -65,6 +65,8 @@ NOT_PROVOKED = {
     "{} was written by asyncrl {}, and this is {}: {}": "test_older_runs.py",
     "cannot read the config {}: {}": "a file without settings; test_config.py",
     "the extension {} cannot be used: {}": "test_extensions.py",
+    "no installed extension has a reward that is a section; name a function, as "
+    "module:name": "test_extensions.py",
     "it is not key=value": "the end of the refusal of an override",
     "there are several; say which one, and its key: {}": "the end of such a refusal",
     "no setting, section or meaning has {}{}": "of asyncrl keys; test_cli.py",
@@ -121,6 +123,7 @@ def test_what_can_work_is_taken(line: str) -> None:
     assert check(typed_of(line)) is None
 
 
+@pytest.mark.extension("scoring")
 def test_each_refusal_of_settings_is_met() -> None:
     said = [check(typed_of(parts_of(line)[0])) for line in REFUSED]
     met = {name_of(one) for one in said if one is not None}

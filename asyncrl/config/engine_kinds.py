@@ -54,6 +54,8 @@ class EngineCapabilities:
     returns_routing: bool = False
     reports_supports: bool = False
     """Reports the tokens from which top_p, top_k and min_p let a token be drawn."""
+    scores_texts: bool = False
+    """A server of its kind can report the logprobs of given tokens."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False
@@ -75,6 +77,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         receives_transfers=True,
         keeps_asleep=True,
         keeps_turns=True,
+        scores_texts=True,
         returns_routing=True,
         reports_supports=True,
         exact_on="cpu",
@@ -95,6 +98,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         pins_length=True,
         returns_routing=True,
         reports_supports=True,
+        scores_texts=True,
         receives_transfers=True,
         adds_adapters=True,
         opens_chunks=False,

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from asyncrl.messages.records import Count as Count
 from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
+
+READING = "reading"
+"""Context in which sections refuse no conflicts: of a run that is only read."""
 
 
 class FrozenConfig(BaseModel):
@@ -58,7 +69,9 @@ class FrozenConfig(BaseModel):
         yield from ()
 
     @model_validator(mode="after")
-    def _refuse_conflict(self) -> Self:
+    def _refuse_conflict(self, info: ValidationInfo) -> Self:
+        if info.context == READING:
+            return self
         for name, value in self:
             # A sum of sizes must still be a float, and SQLite's integers have 64 bits.
             if isinstance(value, int) and value.bit_length() > 63:
@@ -75,6 +88,45 @@ class FrozenConfig(BaseModel):
             for name in names
             if getattr(self, name) != type(self).model_fields[name].default
         ]
+
+
+class ScoredReward(FrozenConfig):
+    """A reward by something that is asked, instead of a function: a section whose only
+    key is the name of its kind (RewardKind in base/extensions.py).
+    """
+
+    title: ClassVar[str] = ""
+    """Example: the judge."""
+
+    @property
+    def called(self) -> str:
+        """Return the name of what is asked, for errors."""
+        return ""
+
+    @property
+    def kind(self) -> str:
+        return next(iter(type(self).model_fields))
+
+    def conflicts(self) -> Iterator[str]:
+        if not type(self).model_fields:
+            yield "no installed extension has a reward that is a section; name a function, as module:name"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWith:
+    """Kinds of engines with this fact, for a setting of an extension. They are read when
+    the section is built: until then, not all extensions are known.
+    """
+
+    fact: str
+
+    def kinds(self) -> list[str]:
+        from asyncrl.config.engine_kinds import ENGINES
+
+        return [kind for kind, facts in ENGINES.items() if getattr(facts, self.fact)]
+
+    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
+        return core_schema.literal_schema(self.kinds())
 
 
 class SampledConfig(FrozenConfig):

@@ -26,7 +26,7 @@ from asyncrl.base.extensions import (
     written_extensions,
 )
 from asyncrl.config.extended import refuse_broken
-from asyncrl.config.fields import located
+from asyncrl.config.fields import READING, EngineWith, located
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.sft_config import DataConfig, SftConfig
@@ -144,6 +144,10 @@ def load_written(path: Path) -> RunConfig | SftConfig:
         except ValidationError as error:
             places = [problem["loc"] for problem in error.errors()]
         if not _drop(values, places):
+            # A conflict of several sections, such as a weight without the extension
+            # whose server it was for.
+            with contextlib.suppress(ValidationError):
+                return form.model_validate(values, context=READING)
             return _checked_file(form, values, (), path)  # raises
 
 
@@ -626,9 +630,13 @@ def _described(keys: Sequence[Key]) -> str:
 
 def _key(name: str, info: FieldInfo) -> Key:
     default = "must be given" if info.is_required() else _value_text(info.get_default())
+    kind = _type_text(info.annotation)
+    for each in info.metadata:
+        if isinstance(each, EngineWith):
+            kind = " | ".join(each.kinds())
     return Key(
         name,
-        _type_text(info.annotation),
+        kind,
         default,
         " ".join((info.description or "").split()),
     )

@@ -5,6 +5,8 @@ file, and tests marked `extension`, are skipped if the extension is not in use:
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,17 @@ NEEDED = {
         "configs/gsm8k-qwen2.5-7b-2x8gpu.yaml",
         "docs/clusters.md",
     ],
+    "scoring": [
+        "configs/distill.yaml",
+        "docs/rewards.md",
+    ],
 }
 """Pages and configs with settings of an extension."""
+SETTINGS = {
+    "scoring": r"^teacher$|teacher[.=]|TAUGHT|JUDGED|SCORED|distill_|"
+    r"reward(\.|: \{)(judge|model)|placement\.(judge|reward)"
+}
+"""Texts in a test's parameters that set what an extension adds."""
 
 
 def missing_for(file: object) -> list[str]:
@@ -46,4 +57,17 @@ def missing_of(item: pytest.Item) -> list[str]:
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():
         missing += missing_for(value) if isinstance(value, str | Path) else []
+        for extension in SETTINGS.keys() - extensions().keys():
+            if any(re.search(SETTINGS[extension], text) for text in _texts_in(value)):
+                missing.append(extension)
     return missing
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts_in(each)
