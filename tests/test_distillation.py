@@ -43,7 +43,6 @@ from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
 from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchConfig
-from asyncrl.extensions.scoring.scoring_rules import teachers
 from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check import find_models
@@ -333,18 +332,8 @@ def test_teacher_with_few_positions_is_refused(
 
 
 def test_teacher_may_name_the_only_task() -> None:
-    task = {"name": "sums", "files": ["x"], "reward": "math"}
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": task,
-            "algorithm": {"distill_weight": 1},
-            "teacher": {"path": "m", "tasks": ["sums"]},
-        }
-    )
-    (teacher,) = teachers(config)
-    (only,) = config.tasks
-    assert teacher.scores(only)
+    # The name of a single task is '' in a run.
+    assert TeacherConfig(path="m", tasks=["sums"]).scores("")
 
 
 def test_likeliest_ids_take_space_in_the_journal() -> None:

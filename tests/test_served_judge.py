@@ -236,15 +236,6 @@ def test_tasks_share_the_server_of_a_judge() -> None:
     assert "judge" not in extra_servers(config_of({"base_url": URL}))
 
 
-def test_vllms_python_may_be_named_for_a_judge_alone() -> None:
-    named = {"vllm_python": "/opt/vllm/bin/python"}
-    config = config_of({"engine": "vllm"}, rollout=named)
-    assert config.rollout.engine == "embedded"
-    for other in ({}, {"base_url": URL}):
-        with pytest.raises(ConfigError, match="vllm_python is for vLLM, and neither"):
-            config_of(other, rollout=named)
-
-
 @pytest.mark.slow
 def test_run_outlives_the_death_of_its_grader(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "grader")

@@ -14,7 +14,6 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine_in_process import make_qwen3
-from pydantic import ValidationError
 from taught_cases import ROLLOUTS, check_journal, check_tops, plain_logprobs, taught
 from transformers import AutoModelForCausalLM
 from vllm_process import SECRET, vllm_process
@@ -294,12 +293,3 @@ def test_ids_of_a_padded_vocabulary_are_dropped(
     assert ids.sizes.tolist() == [0, 0, 0, 2, 2, 2]
     assert ids.values.tolist() == [0, 1] * 3
     assert len(branch.tokens.column(DISTILL_LOGPROBS).values) == 6
-
-
-def test_python_of_vllm_may_serve_only_the_teacher(tiny_model_dir: Path) -> None:
-    config = config_of("http://a/v1", tiny_model_dir).model_dump(exclude_unset=True)
-    python = {"rollout": {"vllm_python": "/opt/vllm/bin/python"}}
-    served = {"teacher": {"path": str(tiny_model_dir), "engine": "vllm"}}
-    assert RunConfig.model_validate(config | python | served)
-    with pytest.raises(ValidationError, match="vllm_python is for vLLM"):
-        RunConfig.model_validate(config | python)

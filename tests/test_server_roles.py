@@ -23,7 +23,7 @@ from asyncrl.base.extensions import Extension, extensions
 from asyncrl.config import RunConfig
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.check import check_lines
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, Launch, Role, roles_of
+from asyncrl.job.roles import EVAL_ENGINE, ROLES, Launch, Role, roles_of
 from asyncrl.job.servers import RoleServer
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.placement import ExtraServer
@@ -72,25 +72,22 @@ def counter(_: RunConfig) -> Iterator[Role]:
     )
 
 
-@pytest.fixture
-def _extended(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = Extension(about="", roles=f"{__name__}:counter")
-    found = {**extensions(), "zz": added}
+def extend(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**extensions(), "zz": Extension(about="", roles=f"{__name__}:counter")}
     monkeypatch.setattr("asyncrl.base.extensions.extensions", lambda: found)
 
 
-def test_new_extension_moves_no_other_role(request: pytest.FixtureRequest) -> None:
+def test_new_extension_moves_no_other_role(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.model_validate(job_runs.CONFIG)
     before = [*roles_of(config)]
-    assert before[:2] == [ENGINE, EVAL_ENGINE]
-    request.getfixturevalue("_extended")
+    extend(monkeypatch)
     assert [*roles_of(config)] == [*before, "counter"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_extended")
 def test_a_new_role_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
+    extend(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", job_runs.environment()["PYTHONPATH"])
     config: dict[str, Any] = job_runs.CONFIG | {
         "trainer": job_runs.CONFIG["trainer"] | {"num_steps": 2},

@@ -55,6 +55,9 @@ removes a setting. All other ways are read from the printed text.
 TAKEN = (
     "generator.python=a:run algorithm.advantage=rloo algorithm.turn_discount=1",
     "TAUGHT algorithm.reward_weight=0 rollout.group_size=1",
+    "JUDGED task.reward.judge.engine=vllm rollout.vllm_python=/opt/vllm/bin/python",
+    "TAUGHT teacher.engine=vllm rollout.vllm_python=/opt/vllm/bin/python",
+    "TAUGHT task.name=sums teacher.tasks=[sums]",
     "rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1",
     "rollout.engine=vllm rollout.top_k=50",
     "TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7",
@@ -219,6 +222,8 @@ def test_a_wrong_name_in_a_text_is_found(text: str) -> None:
     assert any(FAULTS[text] in fault for fault in faults_of(text))
 
 
+@pytest.mark.extension("openenv")
+@pytest.mark.extension("scoring")
 def test_printed_settings_commands_and_files_exist() -> None:
     texts = [*texts_of("asyncrl"), *texts_of("servers")]
     assert len(texts) > 2500

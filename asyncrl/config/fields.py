@@ -91,8 +91,8 @@ class FrozenConfig(BaseModel):
 
 
 class ScoredReward(FrozenConfig):
-    """A reward by something that is asked, instead of a function: a section whose only
-    key is the name of its kind (RewardKind in base/extensions.py).
+    """A reward that an extension asks a model or a service for: a section whose only key
+    is the name of its kind (RewardKind in base/extensions.py).
     """
 
     title: ClassVar[str] = ""
@@ -100,7 +100,7 @@ class ScoredReward(FrozenConfig):
 
     @property
     def called(self) -> str:
-        """Return the name of what is asked, for errors."""
+        """Return the name of the model or service, for errors."""
         return ""
 
     @property

@@ -237,7 +237,7 @@ class TaskConfig(FrozenConfig):
 
     @property
     def scored_by(self) -> ScoredReward | None:
-        """Return what is asked for the reward; None: a function, or nothing."""
+        """Return the section of an extension's reward; None: a function, or no reward."""
         return self.reward if isinstance(self.reward, ScoredReward) else None
 
     @property

@@ -132,7 +132,7 @@ class Scorers:
 
 
 def asked_gauges(scorers: Iterable[Scorers]) -> Mapping[str, float]:
-    """Return the sums over what is asked for rewards; {} with functions only."""
+    """Return the sums over all AskedScorers; {} with functions only."""
     sums = Counter[str]()
     for each in scorers:
         for asked in each.asked:

@@ -6,7 +6,6 @@ file, and tests marked `extension`, are skipped if the extension is not in use:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,16 @@ NEEDED = {
     ],
     "scoring": [
         "configs/distill.yaml",
+        "docs/colocation.md",
         "docs/rewards.md",
     ],
 }
 """Pages and configs with settings of an extension."""
 SETTINGS = {
-    "scoring": r"^teacher$|teacher[.=]|TAUGHT|JUDGED|SCORED|distill_|"
-    r"reward(\.|: \{)(judge|model)|placement\.(judge|reward)"
+    "openenv": "openenv",
+    "ray": r"launcher=ray|launch slurm|nodes: 2",
+    "scoring": r"'teacher'|teacher[.=]|TAUGHT|JUDGED|SCORED|distill_|"
+    r"reward'?(\.|: \{'?)(judge|model)|placement\.(judge|reward)",
 }
 """Texts in a test's parameters that set what an extension adds."""
 
@@ -58,16 +60,6 @@ def missing_of(item: pytest.Item) -> list[str]:
     for value in callspec.params.values() if callspec is not None else ():
         missing += missing_for(value) if isinstance(value, str | Path) else []
         for extension in SETTINGS.keys() - extensions().keys():
-            if any(re.search(SETTINGS[extension], text) for text in _texts_in(value)):
+            if re.search(SETTINGS[extension], repr(value)):
                 missing.append(extension)
     return missing
-
-
-def _texts_in(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts_in([*value, *value.values()])
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts_in(each)
