@@ -97,6 +97,8 @@ class Extension:
     `about`: one sentence. `page`: file or address of its documentation. `extra`: the
     extra of its package that installs its libraries.
     `fields`: place of a sequence of AddedField, by section; '' is the top level.
+    `refusals`: place of a function from the section's config to sentences that refuse it,
+    by section. A sentence writes the section's own settings as .key.
     `harnesses`: harness kinds by name; each needs a field of that name in `generator`.
     `launchers`: place of a function from the text behind `NAME:` in setting `launcher` to
     a Launcher; it raises ConfigError.
@@ -106,8 +108,6 @@ class Extension:
     devices after the core's roles.
     `servers`: place of a function from RunConfig to the AddedServers of these roles.
     `rewards`: kinds of rewards by name.
-    `refusals`: place of a function from RunConfig to sentences on settings of several
-    sections that do not go together, as FrozenConfig.conflicts yields them.
     `metrics`: `package:file` of a table like observe/metrics.csv.
     `cures`: places of functions from Pace (observe/pace.py) to sentences, by the share of
     the time or the title of the reward that they shorten.
@@ -117,13 +117,13 @@ class Extension:
     page: str = ""
     extra: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
     harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
     check: str = ""
     roles: str = ""
     servers: str = ""
     rewards: Mapping[str, RewardKind] = field(default_factory=dict)
-    refusals: str = ""
     metrics: str = ""
     cures: Mapping[str, str] = field(default_factory=dict)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-EngineKind = Literal["embedded", "vllm", "simulated"]
+if TYPE_CHECKING:
+    EngineKind = str
+else:
+    EngineKind = Literal["embedded", "vllm", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sections that extensions add settings to."""
+"""Sections that extensions add settings and refusals to."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ EXTENDED = dict[str, type[FrozenConfig]]()
 
 
 def extended(section: str) -> Callable[[type[Section]], type[Section]]:
-    """Add the settings of all extensions to the class of a section.
+    """Add the settings and refusals of all extensions to the class of a section.
 
-    They are fields of the class itself, not of a subclass: default sections, pickles
+    Settings are fields of the class itself, not of a subclass: default sections, pickles
     and isinstance know one class.
     """
 
     def extend(cls: type[Section]) -> type[Section]:
         EXTENDED[section] = cls
         for name, extension in extensions().items():
+            if section in extension.refusals:
+                cls.refusals = (*cls.refusals, extension.refusals[section])
             for added in extension.fields_of(section):
                 if added.name in cls.model_fields:
                     discover().broken[name] = (
@@ -59,7 +61,7 @@ def broken_extensions() -> dict[str, str]:
     found = discover()
     broken = {**found.broken}
     for name, extension in found.used.items():
-        for section in extension.fields.keys() - EXTENDED.keys():
+        for section in {*extension.fields, *extension.refusals} - EXTENDED.keys():
             broken[name] = f"no settings can be added to the section {section}"
     return broken
 
@@ -94,5 +96,5 @@ def extensions_text() -> Iterator[str]:
             rows["fields"] = found.used[name].keys()
             for row, value in rows.items():
                 if value:
-                    text = value if isinstance(value, str) else ", ".join(value)
-                    yield f"    {row}: {text}"
+                    names = [value] if isinstance(value, str) else value
+                    yield f"    {row}: {', '.join(name or 'all' for name in names)}"

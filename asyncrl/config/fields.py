@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import core_schema
 
+from asyncrl.base.extensions import load_place
 from asyncrl.messages.records import Count as Count
 from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
 
-READING = "reading"
-"""Context in which sections refuse no conflicts: of a run that is only read."""
+READS = "reads"
+"""Context of a validation that accepts conflicts: the written config of a run may lack
+settings of an extension that is not installed.
+"""
 
 
 class FrozenConfig(BaseModel):
@@ -38,6 +36,8 @@ class FrozenConfig(BaseModel):
     )
     free_keys: ClassVar[Collection[str]] = ()
     """Keys that change no computed value, so that a resume accepts any (`*` = all)."""
+    refusals: ClassVar[Sequence[str]] = ()
+    """Places of functions of extensions from this section to more conflicts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +70,7 @@ class FrozenConfig(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_conflict(self, info: ValidationInfo) -> Self:
-        if info.context == READING:
+        if info.context == READS:
             return self
         for name, value in self:
             # A sum of sizes must still be a float, and SQLite's integers have 64 bits.
@@ -78,7 +78,9 @@ class FrozenConfig(BaseModel):
                 raise ValueError(
                     f".{name} is an integer of more than 64 bits; write a smaller one"
                 )
-        for conflict in self.conflicts():
+        # Refusals of extensions are first: what a section lacks may be theirs.
+        added = (load_place(place)(self) for place in self.refusals)
+        for conflict in itertools.chain(*added, self.conflicts()):
             raise ValueError(conflict)
         return self
 
@@ -121,9 +123,10 @@ class EngineWith:
     fact: str
 
     def kinds(self) -> list[str]:
-        from asyncrl.config.engine_kinds import ENGINES
-
-        return [kind for kind, facts in ENGINES.items() if getattr(facts, self.fact)]
+        # By its place: settings of extensions, which import this module, must not import
+        # the table.
+        table = load_place("asyncrl.config.engine_kinds:ENGINES")
+        return [kind for kind, facts in table.items() if getattr(facts, self.fact)]
 
     def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
         return core_schema.literal_schema(self.kinds())

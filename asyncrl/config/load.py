@@ -26,7 +26,7 @@ from asyncrl.base.extensions import (
     written_extensions,
 )
 from asyncrl.config.extended import refuse_broken
-from asyncrl.config.fields import READING, EngineWith, located
+from asyncrl.config.fields import READS, EngineWith, located
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.sft_config import DataConfig, SftConfig
@@ -133,21 +133,17 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
 
 def load_written(path: Path) -> RunConfig | SftConfig:
     """Read the config of a run, perhaps of another version, for commands that only
-    read. Settings that this version does not know or refuses get their defaults.
-    Raises ConfigError.
+    read. Settings that this version does not know or refuses get their defaults;
+    settings that do not go together stay. Raises ConfigError.
     """
     values = _read_yaml(path)
     form = _form_of(values)
     while True:
         try:
-            return form.model_validate(values)
+            return form.model_validate(values, context=READS)
         except ValidationError as error:
             places = [problem["loc"] for problem in error.errors()]
         if not _drop(values, places):
-            # A conflict of several sections, such as a weight without the extension
-            # whose server it was for.
-            with contextlib.suppress(ValidationError):
-                return form.model_validate(values, context=READING)
             return _checked_file(form, values, (), path)  # raises
 
 

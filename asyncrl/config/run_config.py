@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
@@ -315,7 +314,6 @@ class RunConfig(FrozenConfig):
             self._limit_conflicts,
             self._critic_conflicts,
             self._distill_conflicts,
-            partial(all_of, "refusals", self),
             self._task_conflicts,
             self._posted_conflicts,
             self._generator_conflicts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, Union
 
 from pydantic import (
     Discriminator,
@@ -47,7 +47,7 @@ def _form_of(reward: object) -> str:
 
 
 if TYPE_CHECKING:
-    RewardSource = str | ScoredReward
+    RewardSource: TypeAlias = str | ScoredReward
 else:
     _tagged = (Annotated[form, Tag(f"[{name}]")] for name, form in _FORMS.items())
     RewardSource = Annotated[

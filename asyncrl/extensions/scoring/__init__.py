@@ -23,7 +23,7 @@ EXTENSION = Extension(
             "asyncrl.extensions.scoring.reward_client:ask_model",
         ),
     },
-    refusals="asyncrl.extensions.scoring.scoring_rules:refusals",
+    refusals={"": "asyncrl.extensions.scoring.scoring_rules:refusals"},
     metrics="asyncrl.extensions.scoring:scoring_metrics.csv",
     cures={
         "teaching": "asyncrl.extensions.scoring.scoring_cures:teacher_cures",

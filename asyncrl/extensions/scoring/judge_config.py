@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from asyncrl.config.fields import EngineWith, FrozenConfig, ScoredReward
 from asyncrl.config.offload_config import Rule
-
-if TYPE_CHECKING:
-    from asyncrl.config.engine_kinds import EngineKind
-else:
-    EngineKind = str
 
 PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
 """Places of a judge's prompt that a request fills in."""
@@ -47,7 +42,7 @@ class JudgeConfig(FrozenConfig):
     """Model name in the requests; without base_url a Hugging Face folder or hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id, without base_url (none = main)."""
-    engine: Annotated[EngineKind, EngineWith("has_model")] = "embedded"
+    engine: Annotated[str, EngineWith("has_model")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""

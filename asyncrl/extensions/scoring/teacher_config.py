@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
 from asyncrl.config.fields import EngineWith, FrozenConfig, Name, tag_of
 from asyncrl.config.offload_config import Rule
-
-if TYPE_CHECKING:
-    from asyncrl.config.engine_kinds import EngineKind
-else:
-    EngineKind = str
 
 TEACHER_SLOTS = 16
 """Sequences that a teacher reads at once."""
@@ -35,7 +30,7 @@ class TeacherConfig(FrozenConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
     """
-    engine: Annotated[EngineKind, EngineWith("scores_texts")] = "embedded"
+    engine: Annotated[str, EngineWith("scores_texts")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
     base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of a server with the model, with its /v1; its /v1/completions must answer
