@@ -31,12 +31,12 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from asyncrl.config.reward_model_config import (
+from asyncrl.extensions.scoring.reward_client import RewardModelClient
+from asyncrl.extensions.scoring.reward_model_config import (
     REWARD_BATCH_TOKENS,
     REWARD_PLACES,
     RewardModelConfig,
 )
-from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Prompt
 
@@ -126,7 +126,9 @@ async def measure(folder: Path, seconds: float) -> float:
     prompt = Prompt("0/0", ({"role": "user", "content": QUESTION},))
     spent_s = dict.fromkeys(("server", "plain", "sorted"), 0.0)
     rounds = 0
-    serving = child_server("reward", "asyncrl_servers.reward_model", spec, folder)
+    serving = child_server(
+        "reward", "asyncrl_servers.scoring.reward_model", spec, folder
+    )
     async with serving as (_, caller):
         client = RewardModelClient(caller, RewardModelConfig(path=str(path)))
         await caller.get("/health", EngineHealth, timeout_s=START_S)

@@ -43,8 +43,8 @@ from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
 from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchConfig
-from asyncrl.config.teacher_config import TeacherConfig
-from asyncrl.engines.teacher import Teacher
+from asyncrl.extensions.scoring.teacher import Teacher
+from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check import find_models
 from asyncrl.job.roles import extra_servers
 from asyncrl.job.run_export import export_run
@@ -60,7 +60,10 @@ from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 # one process imports the modules that they fork
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = [
+    pytest.mark.extension("scoring"),
+    pytest.mark.xdist_group("forks"),
+]
 
 
 def test_teachers_logprobs_equal_a_plain_forwards(
@@ -81,7 +84,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
         teacher = Teacher(caller, temperature=temperature, top_k=4, on_lost=None)
         found = list[Rollout]()
         for _ in range(2):
-            calls = [teacher.judge(rollout, "") for rollout in ROLLOUTS]
+            calls = [teacher.annotate(rollout, "") for rollout in ROLLOUTS]
             found += await asyncio.gather(*calls)
             assert (await teacher.sleep()).num_bytes > 0
             await teacher.wake()
@@ -89,7 +92,9 @@ def test_teachers_logprobs_equal_a_plain_forwards(
         return found
 
     with engine_process(
-        "embedded", spec | {"model_path": str(tiny_model_dir)}, tmp_path
+        "scoring.teacher_server",
+        spec | {"model_path": str(tiny_model_dir)},
+        tmp_path,
     ) as server:
         found = asyncio.run(story(server.url))
     for rollout, again in zip(
@@ -328,18 +333,8 @@ def test_teacher_with_few_positions_is_refused(
 
 
 def test_teacher_may_name_the_only_task() -> None:
-    task = {"name": "sums", "files": ["x"], "reward": "math"}
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "task": task,
-            "algorithm": {"distill_weight": 1},
-            "teacher": {"path": "m", "tasks": ["sums"]},
-        }
-    )
-    (teacher,) = config.teachers
-    (only,) = config.tasks
-    assert teacher.scores(only)
+    # The name of a single task is '' in a run.
+    assert TeacherConfig(path="m", tasks=["sums"]).scores("")
 
 
 def test_likeliest_ids_take_space_in_the_journal() -> None:

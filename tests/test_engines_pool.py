@@ -17,9 +17,7 @@ from weight_cases import publish
 from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.testing.virtual_time import all_blocked
@@ -240,8 +238,12 @@ class SilentTeacher(FakeEngineServer):
         await asyncio.Event().wait()
 
 
+@pytest.mark.extension("scoring")
 @virtual
 async def test_silent_teacher_is_lost_after_its_limit() -> None:
+    from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
+    from asyncrl.extensions.scoring.teacher import Teacher
+
     fake: Any = SilentTeacher("teacher")
     teacher = Teacher(fake, temperature=1.0, on_lost=None)
     request = ScoreRequest(token_ids=[1, 2], start=1, temperature=1.0)

@@ -124,6 +124,7 @@ def test_eval_engine_and_teacher_take_free_devices_first(
     assert found == [evaluation, teacher]
 
 
+@pytest.mark.extension("scoring")
 def test_each_device_of_a_server_has_a_copy() -> None:
     several = [*APART, *TAUGHT, "placement.teacher=[3, cpu, 2]"]
     extra = placed(4, *several).extra
@@ -157,6 +158,7 @@ def test_one_key_places_several_components() -> None:
     assert where(placement.trainer) == where(placement.engine_devices) == "0: 01"
 
 
+@pytest.mark.extension("scoring")
 def test_servers_may_have_the_trainers_other_devices() -> None:
     four = ["placement.trainer=all", "placement.rollout=0-1", ZERO, *sizes(4, 2)]
     placement = placed(4, *four, *TAUGHT, "placement.teacher=2-3")
@@ -192,6 +194,7 @@ def base_of(split: int) -> RunConfig:
     return load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT)
 
 
+@pytest.mark.extension("scoring")
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),

@@ -228,6 +228,7 @@ def test_server_that_cannot_sleep_stays_and_always_is_refused(
         planned(num_cuda, *colocated, *always, *ALWAYS[num_cuda])
 
 
+@pytest.mark.extension("scoring")
 def test_server_that_leaves_is_planned_with_the_engines(tmp_path: Path) -> None:
     layers = {"num_hidden_layers": 48, "num_attention_heads": 4, "vocab_size": 100}
     sizes = {"hidden_size": 512, "intermediate_size": 2048, **layers}

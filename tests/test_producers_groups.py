@@ -55,12 +55,12 @@ async def test_ticket_is_requested_only_for_free_slots() -> None:
 async def test_group_with_its_rewards_waits_for_teachers() -> None:
     seen = list[list[str]]()
 
-    async def judge(rollout: Rollout, task: str) -> Rollout:
+    async def annotate(rollout: Rollout, task: str) -> Rollout:
         await asyncio.sleep(1)
         seen.append([phase for _, phase in house.sink.phases])
         return rollout
 
-    async with House(num_tickets=1, group_size=2, judge=judge) as house:
+    async with House(num_tickets=1, group_size=2, judge=annotate) as house:
         await asyncio.sleep(100)
     # The second rollout still lacks its reward when the first one has it.
     assert seen == [["scoring", "scoring", "teaching"]] * 2

@@ -44,17 +44,21 @@ from asyncrl.base.errors import ConfigError, RequestRefused, find_fatal
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.load import config_from
-from asyncrl.config.reward_model_config import RewardModelConfig
-from asyncrl.engines.reward_client import RewardModelClient, find_label
-from asyncrl.engines.role_client import RoleClient, judge_by
+from asyncrl.engines.role_client import RoleClient, annotate_by
+from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
+from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
+from asyncrl.extensions.scoring.scoring_rules import model_of
 from asyncrl.job.check import check_lines, validate
 from asyncrl.launch.machine import single_node
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl_servers.reward_model import cut_batches
+from asyncrl_servers.scoring.reward_model import cut_batches
 
 # one process imports the modules that they fork
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = [
+    pytest.mark.extension("scoring"),
+    pytest.mark.xdist_group("forks"),
+]
 
 
 def make_encoder(folder: Path, kind: str) -> Path:
@@ -138,7 +142,7 @@ def test_scores_equal_plain_transformers_in_every_batch(
         return [alone, many[:5], many[5:10], many[10:]]
 
     spec = spec_of(folder, reads=reads, label=label, aside_dir=str(tmp_path))
-    with engine_process("reward_model", spec, tmp_path) as server:
+    with engine_process("scoring.reward_model", spec, tmp_path) as server:
         alone, *batched = asyncio.run(story(server.url))
     unscaled = [0.5 + 2.0 * score for score in alone]
     assert unscaled == pytest.approx(expected, abs=1e-5)
@@ -164,7 +168,7 @@ def test_text_beyond_the_context_fails_only_its_rollout(tmp_path: Path) -> None:
                     await client.score(chat("a"), text)
 
     spec = spec_of(folder, reads="completion")
-    with engine_process("reward_model", spec, tmp_path) as server:
+    with engine_process("scoring.reward_model", spec, tmp_path) as server:
         asyncio.run(story(server.url))
 
 
@@ -209,7 +213,7 @@ def test_model_that_cannot_score_ends_the_start(
 ) -> None:
     folder = make_decoder(tmp_path / "model", None)
     spoil(folder)
-    with engine_process("reward_model", spec_of(folder), tmp_path) as server:
+    with engine_process("scoring.reward_model", spec_of(folder), tmp_path) as server:
         assert server.process.wait(120) == 1
         fatal = find_fatal(server.read_log())
     assert fatal is not None
@@ -220,16 +224,17 @@ def test_model_that_cannot_score_ends_the_start(
 async def test_reward_model_of_the_page(tmp_path: Path) -> None:
     (text,) = (section for section in SECTIONS if "model:\n      path:" in section)
     config = TaskConfig.model_validate(yaml.safe_load(text)["task"])
-    model = config.reward_model
+    model = model_of(config)
     assert model is not None
     folder = make_decoder(tmp_path / "model", "pad")
     logit = float(plain_score(folder, model.reads, PROMPT, "yes")[0])
     spec = spec_of(folder, reads=model.reads)
-    with engine_process("reward_model", spec, tmp_path) as server:
+    with engine_process("scoring.reward_model", spec, tmp_path) as server:
         async with client_of(server.url, mean=model.mean, std=model.std) as client:
-            ask_model = client.score
             task = build_task(config, 0)
-            scorer = TaskScorer(task, config, TOKENIZER, seed=0, ask_model=ask_model)
+            scorer = TaskScorer(
+                task, config, TOKENIZER, seed=0, clients_of=lambda _: [client]
+            )
             reward = await scorer.score(PROMPT, sampled("yes"))
             await scorer.aclose()
     assert reward == pytest.approx((logit - model.mean) / model.std, abs=1e-5)
@@ -242,7 +247,7 @@ class OpenCalls(RoleClient):
         super().__init__(Caller(name, "", ""), places=8)
         self.may_answer = asyncio.Event()
 
-    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
         await self.repeat("an answer", self.may_answer.wait)
         return rollout
 
@@ -250,16 +255,16 @@ class OpenCalls(RoleClient):
 @pytest.mark.asyncio
 async def test_copies_share_the_calls() -> None:
     copies = [OpenCalls("reward-0"), OpenCalls("reward-1")]
-    judge = judge_by(copies)
+    annotate = annotate_by(copies)
     async with asyncio.TaskGroup() as calls:
         for _ in range(6):
-            calls.create_task(judge((), ""))
+            calls.create_task(annotate((), ""))
             await asyncio.sleep(0)
         assert [copy.num_calls for copy in copies] == [3, 3]
         # Calls go to the other while one restarts.
         copies[0].disconnect_nowait()
         for _ in range(2):
-            calls.create_task(judge((), ""))
+            calls.create_task(annotate((), ""))
             await asyncio.sleep(0)
         assert [copy.num_calls for copy in copies] == [3, 5]
         for copy in copies:

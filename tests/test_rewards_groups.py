@@ -176,12 +176,12 @@ async def test_group_is_scored_once_after_its_last_rollout() -> None:
 
 @virtual
 async def test_group_without_its_rewards_does_not_wait_for_teachers() -> None:
-    async def judge(rollout: Rollout, task: str) -> Rollout:
+    async def annotate(rollout: Rollout, task: str) -> Rollout:
         await asyncio.sleep(1)
         return rollout
 
     groups = Groups(lambda texts: [1.0, 2.0, 3.0])
-    async with house(groups, engine=FakeEngine(), judge=judge) as run:
+    async with house(groups, engine=FakeEngine(), judge=annotate) as run:
         await asyncio.sleep(100)
     assert {phase for _, phase in run.sink.phases} == {"scoring"}
     assert len(run.sink.finished) == 1

@@ -28,14 +28,22 @@ from scoring_cases import SECTIONS
 
 from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
 from asyncrl.config import TaskConfig
-from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.load import config_from
+from asyncrl.extensions.scoring import judge
+from asyncrl.extensions.scoring.judge import (
+    Judge,
+    MinuteLimits,
+    check_endpoint,
+    retry_after_s,
+)
+from asyncrl.extensions.scoring.judge_config import JudgeConfig
 from asyncrl.job.check import validate
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks import TaskScorer, build_task, judge
-from asyncrl.tasks.judge import Judge, MinuteLimits, check_endpoint, retry_after_s
+from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed
+
+pytestmark = pytest.mark.extension("scoring")
 
 Answer = Callable[[str], str | web.Response]
 CUT = "<cut>"
@@ -124,9 +132,9 @@ async def test_judge_grades_each_text_once_and_counts_its_tokens() -> None:
             texts = ["aa", "bbbb", "aa", "aa"]
             calls = (scorer.score(PROMPT, sampled(text)) for text in texts)
             assert await asyncio.gather(*calls) == [0.2, 0.4, 0.2, 0.2]
-            assert scorer.judge is not None
-            counts = (scorer.judge.num_requests, scorer.judge.num_cached)
-            assert (*counts, scorer.judge.num_tokens) == (2, 2, 20)
+            assert isinstance(scorer.asked, Judge)
+            counts = (scorer.asked.num_requests, scorer.asked.num_cached)
+            assert (*counts, scorer.asked.num_tokens) == (2, 2, 20)
     assert sorted(server.asked) == ["Grade aa", "Grade bbbb"]
     assert server.bodies[0]["temperature"] == 0.0
 
@@ -288,8 +296,8 @@ async def test_malformed_answer_is_repeated_then_fails_the_rollout() -> None:
             said = "in try 3 the judge answered 'no'(.|\n)*correct the judge m"
             with pytest.raises(RewardFailure, match=said):
                 await scorer.score(PROMPT, sampled("b"))
-            assert scorer.judge is not None
-            assert scorer.judge.num_retried == 4
+            assert isinstance(scorer.asked, Judge)
+            assert scorer.asked.num_retried == 4
 
 
 def refusal(status: int, **headers: str) -> web.Response:
@@ -606,7 +614,7 @@ async def test_queue_of_the_judge_is_no_time_of_the_rollout() -> None:
         reward_timeout_s=10.0,
     )
     scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
-    scorer.judge = timed
+    scorer.asked = timed
     lengths = count(1)
     engine = FakeEngine(tokens=lambda _: next(lengths))
     values = {"group_size": 3, "timeout_s": 10.0, "num_tickets": 1, "retries": 0}

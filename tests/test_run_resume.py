@@ -77,6 +77,7 @@ def test_failed_start_may_change_settings(run_dir: Path, tmp_path: Path) -> None
         find_resume(run_dir, corrected, "auto")
 
 
+@pytest.mark.extension("scoring")
 def test_address_of_one_of_several_teachers_may_change(tmp_path: Path) -> None:
     def taught(folder: str, port: int, path: str = "m") -> RunConfig:
         teachers = [{"path": path, "base_url": f"http://h:{port}", "tasks": ["a", "b"]}]
@@ -190,6 +191,7 @@ def test_run_with_all_steps_continues_by_the_command_it_prints(
     assert (answer.exit_code, answer.exception) == (0, None), answer.output
 
 
+@pytest.mark.extension("scoring")
 def test_rule_of_a_reward_model_may_change(tmp_path: Path) -> None:
     def rewarded(path: str, rule: str) -> RunConfig:
         reward = {"model": {"path": path, "offload": rule}}

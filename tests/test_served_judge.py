@@ -22,17 +22,20 @@ from vllm_process import vllm_process
 
 from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller
-from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.load import config_from
 from asyncrl.engines.kinds import ServerOrder
-from asyncrl.engines.served_judge import ServedJudge
+from asyncrl.extensions.scoring.judge import Judge
+from asyncrl.extensions.scoring.judge_config import JudgeConfig
+from asyncrl.extensions.scoring.served_judge import ServedJudge
 from asyncrl.job.check import validate
-from asyncrl.job.roles import ROLES, extra_servers
+from asyncrl.job.roles import Role, extra_servers, roles_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.judge import Judge
 
 # one process imports the modules that they fork
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = [
+    pytest.mark.extension("scoring"),
+    pytest.mark.xdist_group("forks"),
+]
 TEXTS = ["is a better?", "say 7", "b"]
 
 
@@ -49,7 +52,11 @@ def order_of(folder: Path, **judge: Any) -> ServerOrder:
         max_length=64,
         tokenizer=HFChatTokenizer(folder),
     )
-    return ROLES["judge"].order(order)
+    return role_of(order).order(order)
+
+
+def role_of(order: ServerOrder) -> Role:
+    return roles_of(order.config)["judge"]
 
 
 def greedy(folder: Path, text: str, num: int) -> str:
@@ -76,12 +83,12 @@ def greedy(folder: Path, text: str, num: int) -> str:
 def test_served_judge_answers_as_its_model_generates(tmp_path: Path, kind: str) -> None:
     folder = make_tiny_model(tmp_path / "model", head_dim=32)  # vLLM has no 8
     order = order_of(folder, engine=kind, max_length=200, max_tokens=100)
-    launch = ROLES["judge"].launch(order)
+    launch = role_of(order).launch(order)
     assert launch.module == f"asyncrl_servers.{kind}"
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served = ROLES["judge"].client(order, caller)
+        served = role_of(order).client(order, caller)
         assert isinstance(served, ServedJudge)
         await served.ready(100)
 
@@ -139,7 +146,7 @@ def test_grades_do_not_depend_on_the_order(
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served: Any = ROLES["judge"].client(order, caller)
+        served: Any = role_of(order).client(order, caller)
 
         async def grades(texts: list[str]) -> dict[str, Any]:
             judge = Judge(config, timeout_s=60, ask=served.ask)
@@ -161,7 +168,7 @@ def test_grades_do_not_depend_on_the_order(
         await caller.aclose()
 
     order = order_of(folder, max_length=512, max_tokens=400)
-    launch = ROLES["judge"].launch(order)
+    launch = role_of(order).launch(order)
     with engine_process("embedded", launch.spec, tmp_path) as server:
         asyncio.run(story(server.url))
 
@@ -172,7 +179,8 @@ def test_completion_cannot_end_its_turn(tmp_path: Path) -> None:
     end_id = min(tokenizer.end_ids)
     name = tokenizer.decode([end_id], skip_special_tokens=False)
     assert tokenizer.encode(name) == (end_id,)
-    client = ROLES["judge"].client(order_of(folder), Caller("judge", "", SECRET))
+    order = order_of(folder)
+    client = role_of(order).client(order, Caller("judge", "", SECRET))
     assert isinstance(client, ServedJudge)
     plain, marked = map(client.encode, ("ab", f"a{name}b"))
     assert list(plain).count(end_id) == list(marked).count(end_id)
@@ -226,16 +234,6 @@ def test_tasks_share_the_server_of_a_judge() -> None:
     server = extra_servers(config)["judge"]
     assert (server.slots, server.max_length) == (20, 4096)
     assert "judge" not in extra_servers(config_of({"base_url": URL}))
-
-
-@pytest.mark.extension("vllm")
-def test_vllms_python_may_be_named_for_a_judge_alone() -> None:
-    named = {"vllm_python": "/opt/vllm/bin/python"}
-    config = config_of({"engine": "vllm"}, rollout=named)
-    assert config.rollout.engine == "embedded"
-    for other in ({}, {"base_url": URL}):
-        with pytest.raises(ConfigError, match="vllm_python is for vLLM, and neither"):
-            config_of(other, rollout=named)
 
 
 @pytest.mark.slow

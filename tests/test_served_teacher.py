@@ -14,7 +14,6 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine_in_process import make_qwen3
-from pydantic import ValidationError
 from taught_cases import ROLLOUTS, check_journal, check_tops, plain_logprobs, taught
 from transformers import AutoModelForCausalLM
 from vllm_process import SECRET, vllm_process
@@ -22,16 +21,19 @@ from vllm_process import SECRET, vllm_process
 from asyncrl.base.errors import ConfigError, EngineError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, ScratchConfig
-from asyncrl.engines.teacher import ServedTeacher
-from asyncrl.job import roles
+from asyncrl.extensions.scoring import scoring_check
+from asyncrl.extensions.scoring.scoring_api import ScoreRequest
+from asyncrl.extensions.scoring.scoring_check import reach_teachers
+from asyncrl.extensions.scoring.teacher import ServedTeacher
 from asyncrl.job.check import validate
-from asyncrl.job.roles import extra_servers, reach_servers
+from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import NO_DEVICE, place
-from asyncrl.messages.engine_api import ScoreRequest
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import DISTILL_IDS, DISTILL_LOGPROBS, SUPPORT
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
+
+pytestmark = pytest.mark.extension("scoring")
 
 MAX_LENGTH = 300
 
@@ -57,7 +59,7 @@ def test_vllms_logprobs_equal_a_plain_forwards(tmp_path: Path) -> None:
         )
         try:
             await teacher.ready(400.0)
-            judged = [teacher.judge(rollout, "sums") for rollout in ROLLOUTS]
+            judged = [teacher.annotate(rollout, "sums") for rollout in ROLLOUTS]
             return await asyncio.gather(*judged)
         finally:
             await caller.aclose()
@@ -211,7 +213,7 @@ def test_server_that_cannot_score_is_refused_by_check(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_TEACHER_KEY", "sk-right")
     if fault == "gone":
-        monkeypatch.setattr(roles, "REACH_S", 0.5)
+        monkeypatch.setattr(scoring_check, "REACH_S", 0.5)
 
     async def story() -> list[str]:
         endpoint = Endpoint(fault)
@@ -246,7 +248,9 @@ def test_call_to_a_busy_server_is_repeated(monkeypatch: pytest.MonkeyPatch) -> N
             answer = await teacher._score(request)
             assert answer.logprobs == [-7.0, -8.0]
             assert len(endpoint.asked) == 6
-            monkeypatch.setattr("asyncrl.engines.teacher.CALL_TIMEOUT_S", 0.2)
+            monkeypatch.setattr(
+                "asyncrl.extensions.scoring.teacher.CALL_TIMEOUT_S", 0.2
+            )
             with pytest.raises(EngineError, match="slower"):
                 await teacher._score(request)
         finally:
@@ -261,7 +265,7 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
     nodes = single_node(Machine((), 8, 2**36, has_bfloat16=False))
     placement = place(config, nodes, extra_servers(config))
     assert placement.extra["teacher"].name == NO_DEVICE
-    assert reach_servers(config.model_copy(update={"teacher": None})) == []
+    assert not list(reach_teachers(config.model_copy(update={"teacher": None})))
 
 
 def test_ids_of_a_padded_vocabulary_are_dropped(
@@ -279,7 +283,7 @@ def test_ids_of_a_padded_vocabulary_are_dropped(
         )
         try:
             await teacher.ready(30.0)
-            return await teacher.judge(ROLLOUTS[0], "sums")
+            return await teacher.annotate(ROLLOUTS[0], "sums")
         finally:
             await caller.aclose()
             await endpoint.server.close()
@@ -289,13 +293,3 @@ def test_ids_of_a_padded_vocabulary_are_dropped(
     assert ids.sizes.tolist() == [0, 0, 0, 2, 2, 2]
     assert ids.values.tolist() == [0, 1] * 3
     assert len(branch.tokens.column(DISTILL_LOGPROBS).values) == 6
-
-
-@pytest.mark.extension("vllm")
-def test_python_of_vllm_may_serve_only_the_teacher(tiny_model_dir: Path) -> None:
-    config = config_of("http://a/v1", tiny_model_dir).model_dump(exclude_unset=True)
-    python = {"rollout": {"vllm_python": "/opt/vllm/bin/python"}}
-    served = {"teacher": {"path": str(tiny_model_dir), "engine": "vllm"}}
-    assert RunConfig.model_validate(config | python | served)
-    with pytest.raises(ValidationError, match="vllm_python is for vLLM"):
-        RunConfig.model_validate(config | python)

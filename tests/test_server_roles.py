@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from rollout_cases import virtual
 
 import asyncrl
 from asyncrl.base.errors import ComponentError
+from asyncrl.base.extensions import Extension, extensions
 from asyncrl.config import RunConfig
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.check import check_lines
-from asyncrl.job.roles import EVAL_ENGINE, ROLES, Launch, Role
+from asyncrl.job.roles import EVAL_ENGINE, ROLES, Launch, Role, roles_of
 from asyncrl.job.servers import RoleServer
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.placement import ExtraServer
@@ -38,7 +40,7 @@ class Count(BaseModel):
 
 
 class CountingClient(RoleClient):
-    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
         await self.call("/count", Question(num_branches=len(rollout)), Count)
         return rollout
 
@@ -56,18 +58,36 @@ async def test_run_continues_without_a_dispensable_server() -> None:
     assert lost.state == "gone"
 
 
-@pytest.mark.slow
-def test_a_new_role_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pids = tmp_path / "pids"
-    counter = Role(
+def counter(_: RunConfig) -> Iterator[Role]:
+    """The roles of an extension."""
+    yield Role(
         name="counter",
-        launch=lambda order: Launch("counting_server", {"pids": str(pids)}),
+        launch=lambda order: Launch(
+            "counting_server", {"pids": str(order.run_dir.parent / "pids")}
+        ),
         client=lambda order, caller: CountingClient(
             caller, places=2, on_lost=order.on_lost
         ),
         placement=lambda config: ExtraServer(key="counter"),
     )
-    monkeypatch.setitem(ROLES, counter.name, counter)
+
+
+def extend(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**extensions(), "zz": Extension(about="", roles=f"{__name__}:counter")}
+    monkeypatch.setattr("asyncrl.base.extensions.extensions", lambda: found)
+
+
+def test_new_extension_moves_no_other_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.model_validate(job_runs.CONFIG)
+    before = [*roles_of(config)]
+    extend(monkeypatch)
+    assert [*roles_of(config)] == [*before, "counter"]
+
+
+@pytest.mark.slow
+def test_a_new_role_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = tmp_path / "pids"
+    extend(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", job_runs.environment()["PYTHONPATH"])
     config: dict[str, Any] = job_runs.CONFIG | {
         "trainer": job_runs.CONFIG["trainer"] | {"num_steps": 2},

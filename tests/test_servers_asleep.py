@@ -22,15 +22,18 @@ from tiny_model import make_tiny_model
 
 from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig
-from asyncrl.config.reward_model_config import RewardModelConfig
-from asyncrl.engines.reward_client import RewardModelClient
 from asyncrl.engines.role_client import RoleClient
-from asyncrl.engines.teacher import Teacher
+from asyncrl.extensions.scoring.reward_client import RewardModelClient
+from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
+from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
+from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.launch.plan import model_shape
-from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 
 # one process imports the modules that they fork
-pytestmark = pytest.mark.xdist_group("forks")
+pytestmark = [
+    pytest.mark.extension("scoring"),
+    pytest.mark.xdist_group("forks"),
+]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
 
 
@@ -65,11 +68,11 @@ def test_memory_of_a_server_leaves_and_comes_back(kind: str, tmp_path: Path) -> 
     ask: Callable[[Any], Awaitable[list[float]]]
     if kind == "reward":
         make_decoder(folder, None, **SIZES)
-        module, make, ask = "reward_model", reward_client, rewards
+        module, make, ask = "scoring.reward_model", reward_client, rewards
         spec = spec_of(folder, aside_dir=str(tmp_path))
     else:
         make_tiny_model(folder, **SIZES)
-        module, make, ask = "embedded", teacher_client, logprobs
+        module, make, ask = "scoring.teacher_server", teacher_client, logprobs
         spec = {
             "name": "teacher",
             "model_path": str(folder),

@@ -56,6 +56,9 @@ removes a setting. All other ways are read from the printed text.
 TAKEN = (
     "generator.python=a:run algorithm.advantage=rloo algorithm.turn_discount=1",
     "TAUGHT algorithm.reward_weight=0 rollout.group_size=1",
+    "JUDGED task.reward.judge.engine=vllm rollout.vllm_python=/opt/vllm/bin/python",
+    "TAUGHT teacher.engine=vllm rollout.vllm_python=/opt/vllm/bin/python",
+    "TAUGHT task.name=sums teacher.tasks=[sums]",
     "rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1",
     "rollout.engine=vllm rollout.top_k=50",
     "TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7",
@@ -66,6 +69,8 @@ NOT_PROVOKED = {
     "{} was written by asyncrl {}, and this is {}: {}": "test_older_runs.py",
     "cannot read the config {}: {}": "a file without settings; test_config.py",
     "the extension {} cannot be used: {}": "test_extensions.py",
+    "no installed extension has a reward that is a section; name a function, as "
+    "module:name": "test_extensions.py",
     "it is not key=value": "the end of the refusal of an override",
     "there are several; say which one, and its key: {}": "the end of such a refusal",
     "no setting, section or meaning has {}{}": "of asyncrl keys; test_cli.py",

@@ -99,6 +99,29 @@ class AddedEngine:
     preload: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RewardKind:
+    """A form of `task.reward`: a section with one key, the name of the kind.
+
+    `form`: place of the section, a ScoredReward (config/fields.py). `scorer`: place of a
+    function with (TaskConfig, ClientsOf) that makes its AskedScorer (tasks/scorer.py),
+    or None if there is no server to ask.
+    """
+
+    form: str
+    scorer: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddedServer:
+    """What rules of the config ask of a server of an extension. `engine`: its kind, if
+    the run starts an engine. `columns`: token columns that it adds to each rollout.
+    """
+
+    engine: str | None = None
+    columns: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """What an extension adds. A place is `module:name`.
@@ -123,6 +146,13 @@ class Extension:
     `engines`: kinds of engine servers by name, for `rollout.engine`.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
+    `roles`: place of a function from RunConfig to Roles (job/roles.py). They choose
+    devices after the core's roles.
+    `servers`: place of a function from RunConfig to the AddedServers of these roles.
+    `rewards`: kinds of rewards by name.
+    `metrics`: `package:file` of a table like observe/metrics.csv.
+    `cures`: places of functions from Pace (observe/pace.py) to sentences, by the share of
+    the time or the title of the reward that they shorten.
     """
 
     about: str
@@ -139,6 +169,11 @@ class Extension:
     commands: Mapping[str, str] = field(default_factory=dict)
     engines: Mapping[str, AddedEngine] = field(default_factory=dict)
     check: str = ""
+    roles: str = ""
+    servers: str = ""
+    rewards: Mapping[str, RewardKind] = field(default_factory=dict)
+    metrics: str = ""
+    cures: Mapping[str, str] = field(default_factory=dict)
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
         """Import the settings that are added to a section."""
@@ -149,11 +184,14 @@ class Extension:
 
     def keys(self) -> list[str]:
         """Import all settings that are added, and return their keys."""
-        return [
+        for reward in self.rewards.values():
+            load_place(reward.form)
+        added = [
             f"{section}.{added.name}".removeprefix(".")
             for section in self.fields
             for added in self.fields_of(section)
         ]
+        return added + [f"task.reward.{name}" for name in self.rewards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +247,13 @@ def rows(kind: str) -> dict[str, Any]:
 
 _begun = set[int]()
 """Threads that have called discover()."""
+
+
+def all_of(kind: str, *arguments: object) -> Iterator[Any]:
+    """Yield what the functions yield that all extensions name in the row `kind`."""
+    for extension in extensions().values():
+        if place := getattr(extension, kind):
+            yield from load_place(place)(*arguments)
 
 
 @cache

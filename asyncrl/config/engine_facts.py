@@ -59,6 +59,8 @@ class EngineCapabilities:
     returns_routing: bool = False
     reports_supports: bool = False
     """Reports the tokens from which top_p, top_k and min_p let a token be drawn."""
+    scores_texts: bool = False
+    """A server of its kind can report the logprobs of given tokens."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False

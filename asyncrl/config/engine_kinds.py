@@ -13,6 +13,7 @@ ENGINES: dict[str, EngineCapabilities] = {
         receives_transfers=True,
         keeps_asleep=True,
         keeps_turns=True,
+        scores_texts=True,
         returns_routing=True,
         reports_supports=True,
         exact_on="cpu",
@@ -26,12 +27,9 @@ ENGINES: dict[str, EngineCapabilities] = {
 
 if TYPE_CHECKING:
     EngineKind = str
-    ModelEngine = str
 else:
     EngineKind = Literal[tuple(ENGINES)]
     """Values of a setting. The type checker does not know the kinds of extensions."""
-    with_model = filter(lambda kind: ENGINES[kind].has_model, ENGINES)
-    ModelEngine = Literal[tuple(with_model)]
 
 
 def engines_with(fact: str) -> str:

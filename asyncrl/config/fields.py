@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import core_schema
 
 from asyncrl.base.extensions import load_place
 from asyncrl.messages.records import Count as Count
@@ -88,6 +90,46 @@ class FrozenConfig(BaseModel):
             for name in names
             if getattr(self, name) != type(self).model_fields[name].default
         ]
+
+
+class ScoredReward(FrozenConfig):
+    """A reward that an extension asks a model or a service for: a section whose only key
+    is the name of its kind (RewardKind in base/extensions.py).
+    """
+
+    title: ClassVar[str] = ""
+    """Example: the judge."""
+
+    @property
+    def called(self) -> str:
+        """Return the name of the model or service, for errors."""
+        return ""
+
+    @property
+    def kind(self) -> str:
+        return next(iter(type(self).model_fields))
+
+    def conflicts(self) -> Iterator[str]:
+        if not type(self).model_fields:
+            yield "no installed extension has a reward that is a section; name a function, as module:name"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWith:
+    """Kinds of engines with this fact, for a setting of an extension. They are read when
+    the section is built: until then, not all extensions are known.
+    """
+
+    fact: str
+
+    def kinds(self) -> list[str]:
+        # By its place: settings of extensions, which import this module, must not import
+        # the table.
+        table = load_place("asyncrl.config.engine_kinds:ENGINES")
+        return [kind for kind, facts in table.items() if getattr(facts, self.fact)]
+
+    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
+        return core_schema.literal_schema(self.kinds())
 
 
 class SampledConfig(FrozenConfig):

@@ -26,7 +26,7 @@ from asyncrl.base.extensions import (
     written_extensions,
 )
 from asyncrl.config.extended import refuse_broken
-from asyncrl.config.fields import READS, located
+from asyncrl.config.fields import READS, EngineWith, located
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.sft_config import DataConfig, SftConfig
@@ -634,9 +634,13 @@ def _described(keys: Sequence[Key]) -> str:
 
 def _key(name: str, info: FieldInfo) -> Key:
     default = "must be given" if info.is_required() else _value_text(info.get_default())
+    kind = _type_text(info.annotation)
+    for each in info.metadata:
+        if isinstance(each, EngineWith):
+            kind = " | ".join(each.kinds())
     return Key(
         name,
-        _type_text(info.annotation),
+        kind,
         default,
         " ".join((info.description or "").split()),
     )

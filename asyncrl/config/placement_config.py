@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from asyncrl.config.device_forms import device_numbers
+from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.other_names import KEYS
 
@@ -44,47 +46,9 @@ Devices = (
 number of nodes.
 """
 
-ServerDevices = (
-    Literal["auto", "cpu"]
-    | NonNegativeInt
-    | str
-    | list[Literal["cpu"] | NonNegativeInt]
-)
-"""auto, cpu, a CUDA device number, or a list or range with one device for each copy of
-the server.
-"""
-
 DEVICE_WORDS = ("auto", "cpu", "all")
 SETTINGS = ("share",)
 """Keys of the section that are not a component."""
-MAX_DEVICES = 1024
-"""Devices in a range: more are a mistake in writing."""
-
-
-def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers, if the text has this form. Raises ValueError
-    for a range of more than MAX_DEVICES.
-    """
-    if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
-        first, last = int(match[1]), int(match[2])
-        if last - first >= MAX_DEVICES:
-            raise ValueError(f"a range has at most {MAX_DEVICES} devices")
-        devices = [*range(first, last + 1)]
-    numbers = devices if isinstance(devices, list) else [devices]
-    # type() and not isinstance(): YAML's true is an int as well.
-    is_form = numbers and all(type(number) is int and number >= 0 for number in numbers)
-    return numbers if is_form and len(set(numbers)) == len(numbers) else None
-
-
-def server_devices(devices: Any) -> list[Any] | None:
-    """Return the device of each copy of a server, if the value has such a form."""
-    if devices in ("auto", "cpu"):
-        return [devices]
-    if not isinstance(devices, list):
-        return device_numbers(devices)
-    numbers = [one for one in devices if one != "cpu"]
-    is_form = devices and (not numbers or device_numbers(numbers) is not None)
-    return devices if is_form else None
 
 
 def is_cpu(devices: Devices) -> bool:
@@ -96,6 +60,7 @@ def _is_nodes(value: Any) -> bool:
     return is_written or isinstance(value, NodesConfig)
 
 
+@extended("placement")
 class PlacementConfig(FrozenConfig):
     """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation
     (docs/colocation.md).
@@ -116,17 +81,6 @@ class PlacementConfig(FrozenConfig):
     eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA
     device; with eval.engine=own else an engine's device.
-    """
-    teacher: ServerDevices = "auto"
-    """Device of the teacher: cpu or a CUDA device number (auto = an unused device, else
-    an engine's). A list like [4, 5] or a range like 4-7 has a copy on each of its
-    devices, which share the calls.
-    """
-    judge: ServerDevices = "auto"
-    """Device of a judge without base_url, in the forms of placement.teacher."""
-    reward: ServerDevices = "auto"
-    """Device of the reward model (task.reward.model), in the forms of
-    placement.teacher.
     """
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
     """Fraction of a shared CUDA device's memory for the engines. When colocated with
@@ -155,15 +109,6 @@ class PlacementConfig(FrozenConfig):
                     raise ValueError(f"{name} is placed twice; name it in one key")
                 found[name] = value
         return found
-
-    @field_validator("teacher", "judge", "reward", mode="before")
-    @classmethod
-    def _is_a_servers_form(cls, value: Any) -> Any:
-        if server_devices(value) is None:
-            raise ValueError(
-                "give auto, cpu, a device number, a list like [4, 5], or a range like 4-7"
-            )
-        return value
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from asyncrl.base.extensions import rows
+from asyncrl.base.extensions import AddedServer, all_of, rows
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
@@ -22,7 +21,6 @@ from asyncrl.config.fields import FrozenConfig, Seed, located
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig, kind_of
 from asyncrl.config.journal_config import JournalConfig
-from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.offload_config import (
@@ -32,15 +30,14 @@ from asyncrl.config.offload_config import (
     offload_rules,
 )
 from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
-from asyncrl.config.reward_model_config import RewardModelConfig
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
-from asyncrl.config.teacher_config import MOST_SERVED_TOP_K, TeacherConfig, Teachers
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.sampling import CUTS
+from asyncrl.messages.tokens import TEACHER
 
 T = TypeVar("T", TaskConfig, EvalConfig)
 LOCAL = "local"
@@ -93,8 +90,6 @@ class RunConfig(FrozenConfig):
     """A value model for algorithm.advantage=gae (none = off; `{}` = a copy of the
     policy).
     """
-    teacher: Teachers | None = None
-    """A model for on-policy distillation, or a list of several (none = off)."""
     eval: Evals | None = None
     """A held-out task, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -239,23 +234,9 @@ class RunConfig(FrozenConfig):
         return [task for task, _ in self.players.values()]
 
     @property
-    def teachers(self) -> list[TeacherConfig]:
-        given = [] if self.teacher is None else self.teacher
-        return given if isinstance(given, list) else [given]
-
-    @property
-    def reward_models(self) -> list[RewardModelConfig]:
-        """Return the distinct reward models of all tasks."""
-        models = (task.reward_model for task in self.all_tasks)
-        return list(dict.fromkeys(model for model in models if model is not None))
-
-    @property
-    def served_judges(self) -> list[JudgeConfig]:
-        """Return the distinct judges that the run serves."""
-        judges = (task.judge for task in self.all_tasks)
-        return list(
-            dict.fromkeys(judge for judge in judges if judge and judge.is_served)
-        )
+    def added_servers(self) -> list[AddedServer]:
+        """Return the servers of extensions."""
+        return [*all_of("servers", self)]
 
     @property
     def shares(self) -> Mapping[str, int]:
@@ -333,9 +314,8 @@ class RunConfig(FrozenConfig):
             self._algorithm_conflicts,
             self._limit_conflicts,
             self._critic_conflicts,
-            self._teacher_conflicts,
+            self._distill_conflicts,
             self._task_conflicts,
-            self._reward_conflicts,
             self._posted_conflicts,
             self._generator_conflicts,
         ):
@@ -379,8 +359,7 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
-        kinds = [engine, *(judge.engine for judge in self.served_judges)]
-        kinds += [one.engine for one in self.teachers if one.base_url is None]
+        kinds = [engine, *(server.engine for server in self.added_servers)]
         for kind, facts in ENGINES.items():
             python_key = f"{facts.package}_python"
             is_used = kind in kinds or facts.package is None
@@ -538,43 +517,13 @@ class RunConfig(FrozenConfig):
                 "lower it"
             )
 
-    def _teacher_conflicts(self) -> Iterator[str]:
+    def _distill_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
+        is_taught = any(TEACHER in server.columns for server in self.added_servers)
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
         # its logprobs.
-        if bool(self.teachers) != (weight > 0):
+        if is_taught != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
-        is_served = any(teacher.base_url is None for teacher in self.teachers)
-        if not is_served and self.placement.teacher != "auto":
-            yield "placement.teacher is for a teacher without base_url; set placement.teacher=auto"
-        known = ", ".join(filter(None, self.tasks))
-        # A single task is '' here, and may have a name.
-        named = {task.called: name for name, task in self.tasks.items()}
-        taught = Counter(
-            named.get(name, name)
-            for teacher in self.teachers
-            for name in dict.fromkeys(teacher.tasks or named)
-        )
-        for name in [*taught, *self.tasks] if self.teachers else ():
-            key = key_of("task", name)
-            if name not in self.tasks:
-                yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {known}"
-            elif taught[name] != 1:
-                yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
-        # A server computes prompt_logprobs before the temperature.
-        is_embedded = all(teacher.is_embedded for teacher in self.teachers)
-        if not is_embedded and self.rollout.temperature != 1:
-            yield (
-                f"/v1/completions reports a teacher's logprobs of temperature 1 only, not "
-                f"rollout.temperature={self.rollout.temperature}; set rollout.temperature=1, or "
-                "teacher.engine=embedded and no teacher.base_url"
-            )
-        if not is_embedded and self.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
-            yield (
-                f"algorithm.distill_top_k={self.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
-                "most that /v1/completions reports; lower it, or set teacher.engine=embedded and no "
-                "teacher.base_url"
-            )
         # Equal rewards teach nothing by themselves, but the teacher judges every token.
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
@@ -612,26 +561,6 @@ class RunConfig(FrozenConfig):
             if self.generators[name].outcomes == "later" and task.reward is not None:
                 key = f"{key_of('task', name)}.reward"
                 yield f"generator.outcomes=later takes only posted rewards; remove {key}"
-
-    def _reward_conflicts(self) -> Iterator[str]:
-        models = self.reward_models
-        judges = self.served_judges
-        served_keys = ("model", "revision", "engine", "max_length", "offload")
-        for kind, servers, keys in (
-            ("model", models, (*RewardModelConfig.model_fields,)),
-            ("judge", judges, served_keys),
-        ):
-            for key in keys:
-                values = sorted({str(getattr(one, key)) for one in servers})
-                if len(values) > 1:
-                    yield (
-                        f"task.reward.{kind}.{key} is {' and '.join(values)}; a run serves one {kind}: give "
-                        "all tasks and evaluations that it serves the same"
-                    )
-        if not judges and self.placement.judge != "auto":
-            yield "placement.judge is for a judge without base_url; remove it"
-        if not models and self.placement.reward != "auto":
-            yield "placement.reward is for a reward model; set task.reward.model, or placement.reward=auto"
 
     def _generator_conflicts(self) -> Iterator[str]:
         generator = self.generator

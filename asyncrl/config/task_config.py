@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, Union
 
 from pydantic import (
     Discriminator,
@@ -17,13 +17,18 @@ from pydantic import (
     model_validator,
 )
 
-from asyncrl.base.extensions import rows
+from asyncrl.base.extensions import load_place, rows
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.extended import extended
-from asyncrl.config.fields import Count, Fraction, FrozenConfig, Name, tag_of
+from asyncrl.config.fields import (
+    Count,
+    Fraction,
+    FrozenConfig,
+    Name,
+    ScoredReward,
+    tag_of,
+)
 from asyncrl.config.generator_config import GeneratorConfig
-from asyncrl.config.judge_config import JudgeConfig, JudgedReward
-from asyncrl.config.reward_model_config import ModelledReward, RewardModelConfig
 from asyncrl.messages.records import SessionRules
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 
@@ -32,22 +37,29 @@ ADDED_SOURCES: Mapping[str, str] = rows("task_sources")
 SCORING = ("python", "reasoning_gym")
 """Sources whose tasks have a score function."""
 SOURCES = ("python", "files", "dataset", "reasoning_gym", *ADDED_SOURCES)
+_FORMS: Mapping[str, type[ScoredReward]] = {
+    name: load_place(kind.form) for name, kind in rows("rewards").items()
+} or {"none": ScoredReward}
 
 
 def _form_of(reward: object) -> str:
-    if isinstance(reward, ModelledReward) or (
-        isinstance(reward, dict) and "model" in reward
-    ):
-        return "[model]"
-    return "[judge]" if isinstance(reward, dict | JudgedReward) else "[text]"
+    if isinstance(reward, ScoredReward):
+        return f"[{reward.kind}]"
+    if not isinstance(reward, dict):
+        return "[text]"
+    # A section with an unknown key gets the errors of the first form.
+    known = [name for name in _FORMS if name in reward] or [*_FORMS][:1]
+    return f"[{known[-1]}]"
 
 
-RewardSource = Annotated[
-    Annotated[str, Tag("[text]")]
-    | Annotated[JudgedReward, Tag("[judge]")]
-    | Annotated[ModelledReward, Tag("[model]")],
-    Discriminator(_form_of),
-]
+if TYPE_CHECKING:
+    RewardSource: TypeAlias = str | ScoredReward
+else:
+    _tagged = (Annotated[form, Tag(f"[{name}]")] for name, form in _FORMS.items())
+    RewardSource = Annotated[
+        Union[Annotated[str, Tag("[text]")], *_tagged],
+        Discriminator(_form_of),
+    ]
 
 
 class _PartOfTask(FrozenConfig):
@@ -230,20 +242,15 @@ class TaskConfig(FrozenConfig):
         return self.reward is not None or self.source in SCORING
 
     @property
-    def judge(self) -> JudgeConfig | None:
-        return self.reward.judge if isinstance(self.reward, JudgedReward) else None
-
-    @property
-    def reward_model(self) -> RewardModelConfig | None:
-        return self.reward.model if isinstance(self.reward, ModelledReward) else None
+    def scored_by(self) -> ScoredReward | None:
+        """Return the section of an extension's reward; None: a function, or no reward."""
+        return self.reward if isinstance(self.reward, ScoredReward) else None
 
     @property
     def reward_name(self) -> str:
         """Name of the reward in errors."""
-        if self.reward_model is not None:
-            return f"the reward model {self.reward_model.path}"
-        if self.judge is not None:
-            return f"the judge {self.judge.model}"
+        if self.scored_by is not None:
+            return f"{self.scored_by.title} {self.scored_by.called}"
         return f"the reward function {self.reward or self.python}"
 
     @property
@@ -280,10 +287,8 @@ class TaskConfig(FrozenConfig):
         # A generated task has no stored data whose change could go unnoticed.
         if self.digest is not None and sources[0] not in ("files", "dataset"):
             yield ".digest is of the data of .files or .dataset; remove it"
-        if self.reward_pool != "auto" and isinstance(
-            self.reward, JudgedReward | ModelledReward
-        ):
-            kind = "judge" if self.judge is not None else "model"
+        if self.reward_pool != "auto" and self.scored_by is not None:
+            kind = self.scored_by.kind
             yield f".reward_pool is for functions, not for a {kind}; remove it"
         if self.source not in ("files", "dataset") and self.reward is not None:
             yield f".reward is set, but a {sources[0]} task scores itself; remove it"

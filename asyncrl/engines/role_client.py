@@ -114,7 +114,7 @@ class RoleClient(ServerClient):
                 self._on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)
 
-    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
         """Return a finished rollout of a task with what this server adds to it: by
         default, nothing. Raises RequestRefused (data) or EngineError.
         """
@@ -200,12 +200,12 @@ def least_busy(copies: Sequence[Copy]) -> Copy:
     )
 
 
-def judge_by(
+def annotate_by(
     copies: Sequence[RoleClient],
 ) -> Callable[[Rollout, str], Awaitable[Rollout]]:
-    """Return the judge() of a server with copies."""
+    """Return the annotate() of a server with copies."""
 
-    async def judge(rollout: Rollout, task: str) -> Rollout:
-        return await least_busy(copies).judge(rollout, task)
+    async def annotate(rollout: Rollout, task: str) -> Rollout:
+        return await least_busy(copies).annotate(rollout, task)
 
-    return judge
+    return annotate

@@ -52,15 +52,15 @@ from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.rollout import (
+    AnnotatedGenerator,
     Generator,
     HarnessGenerator,
-    JudgedGenerator,
     RolloutRunner,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles, at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
-from asyncrl.tasks.scorer import Scorers, judge_gauges
+from asyncrl.tasks.scorer import Scorers, asked_gauges
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
@@ -139,8 +139,8 @@ async def build(
             lifecycle, fleet.engines, tokenizer, fleet.supervision, late
         )
     generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
-    for judge in fleet.judges:
-        generator = JudgedGenerator(generator, judge)
+    for annotate in fleet.annotations:
+        generator = AnnotatedGenerator(generator, annotate)
     producers = Producers(
         sink=buffer,
         source=feed,
@@ -487,7 +487,7 @@ def totals_of_process(
     found = reporter.added_totals()
     for source in sources:
         found |= source.gauges()
-    found |= judge_gauges(scorers)
+    found |= asked_gauges(scorers)
     found["rollout/retried"] = producers.runner.num_retried
     return {
         name: value

@@ -23,7 +23,7 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.extensions import extensions, load_place
+from asyncrl.base.extensions import all_of
 from asyncrl.base.host import exit_raises
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import (
@@ -35,9 +35,7 @@ from asyncrl.config import (
     TaskConfig,
 )
 from asyncrl.config.eval_config import EVAL_SEED
-from asyncrl.config.judge_config import JudgeConfig
 from asyncrl.config.run_config import key_of
-from asyncrl.engines.reward_client import find_label
 from asyncrl.job.checkpoint_callback import load_callback
 from asyncrl.job.config_warnings import (
     digests_of,
@@ -46,7 +44,7 @@ from asyncrl.job.config_warnings import (
     tried_prompts,
 )
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import extra_models, extra_servers, reach_servers
+from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.launch.machine import Node, find_worker_python
 from asyncrl.launch.plan import (
     DISK,
@@ -72,7 +70,6 @@ from asyncrl.rollouts.tokenizer import (
     read_template,
     read_vocabulary,
 )
-from asyncrl.tasks.judge import check_endpoint
 from asyncrl.tasks.rewards import (
     UnreadableAnswer,
     UserCodeFailed,
@@ -245,7 +242,7 @@ def _try_prompt(
         yield f"{key}: the first prompt is {found.tokenizer.render(prompt.messages)[:MAX_SHOWN]!r}"
     if config.generators[name].is_harness or not settings.has_score:
         return
-    if settings.judge or settings.reward_model:
+    if settings.scored_by is not None:
         return
     task = found.tasks[name]
     texts = [*_reference(settings, prompt), ""]
@@ -409,8 +406,7 @@ def validate(
     if not config.rollout.facts.has_model:
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
-    _check_judges(config, found)
-    found.lines += reach_servers(config)
+    found.lines += all_of("check", config)
     _check_support(config, found)
     tokenizer = found.tokenizer = _check_model(
         config, found, needs_weights=needs_weights
@@ -456,9 +452,6 @@ def _check_harnesses(config: RunConfig, found: Found) -> None:
         # Another Python has other packages: the worker reports a failed import.
         if harness.command or (harness.python and named is None):
             build_harness(harness, is_worker=False)
-    for extension in extensions().values():
-        if extension.check:
-            found.lines += load_place(extension.check)(config)
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
@@ -502,57 +495,6 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
         more = f", {generator.called}" if held_out.generator is not None else ""
         if (task := load(key, held_out, EVAL_SEED, generator, more)) is not None:
             found.evals[name] = take_prompts(eval_settings, task, name)
-
-
-def _check_judges(config: RunConfig, found: Found) -> None:
-    """Reach each judge's endpoint, and read the reward model's config.json. Raises
-    ConfigError.
-    """
-    judges = (task.judge for task in config.all_tasks if task.judge is not None)
-    for judge in dict.fromkeys(judges):
-        if judge.is_served:
-            _check_served_judge(judge)
-            found.lines.append(f"judge: {judge.model} in a server of the run")
-        else:
-            check_endpoint(judge)
-            found.lines.append(f"judge: {judge.model} at {judge.base_url} answers")
-    for model in config.reward_models:
-        here = ModelConfig(path=model.path, revision=model.revision)
-        if architecture := read_architecture(here):
-            label = find_label(model, architecture)
-            found.lines.append(f"reward model: {model.path}, the logit {label}")
-
-
-def _check_served_judge(judge: JudgeConfig) -> None:
-    """Raise ConfigError if the model answers no chat of `max_length` tokens."""
-    key = "task.reward.judge"
-    source = f"{key}.model={judge.model}"
-    here = ModelConfig(path=judge.model, revision=judge.revision)
-    architecture = read_architecture(here)
-    kind = (architecture.get("architectures") or [""])[0]
-    if kind.endswith("ForSequenceClassification"):
-        raise ConfigError(
-            f"{source} is {kind}",
-            rule="a judge generates text",
-            way_out="name a chat model, or give this model to task.reward.model (docs/rewards.md).",
-        )
-    positions = positions_of(here)
-    if positions is not None and judge.max_length > positions:
-        raise ConfigError(
-            f"{key}.max_length={judge.max_length}, and {judge.model} has max_position_embeddings={positions}",
-            way_out=f"set {key}.max_length to {positions} or less.",
-        )
-    folder = find_on_disk(
-        judge.model, f"{key}.model", judge.revision, needs_weights=False
-    )
-    if folder is None:
-        return  # It is on the hub. The start of a run reads its tokenizer.
-    try:
-        HFChatTokenizer(folder, parse_special_tokens=False)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{source}: {error.what}", way_out="name a model that answers chats."
-        ) from error
 
 
 def _check_support(config: RunConfig, found: Found) -> None:

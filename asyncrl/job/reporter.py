@@ -21,11 +21,11 @@ from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
 from asyncrl.config import RunConfig, SftConfig
+from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.agent_runtime import model_name
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
-from asyncrl.job.roles import JUDGE
 from asyncrl.job.scale import EngineState
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
@@ -65,7 +65,7 @@ from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import judge_gauges
+from asyncrl.tasks.scorer import asked_gauges
 from asyncrl.trainer.step_metrics import GAP_WARNING
 
 if TYPE_CHECKING:
@@ -640,14 +640,19 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     found = dict[str, float | Mapping[str, float]]()
     for source in sources:
         found |= {} if source is None else source.gauges()
-    evals = () if run.evaluation is None else run.evaluation.held_out
-    found |= judge_gauges([run.scorer, *(each.scorers for each in evals)])
+    found |= _asked_gauges(run)
     servers = processes(run)
     engines = _healths(servers, EngineHealth)
+    # Their tokens are not of the policy.
+    others = {
+        name
+        for name, extra in run.fleet.extra.items()
+        if isinstance(extra.client, RoleClient)
+    }
     trained_on = {server.name for server in run.fleet.engine_servers}
     found |= {
         "engine/tokens": sum(
-            health.tokens_generated for name, health in engines.items() if name != JUDGE
+            engines[name].tokens_generated for name in engines.keys() - others
         ),
         "engine/decode_s": {
             name: engines[name].decode_s for name in engines if name in trained_on
@@ -670,8 +675,13 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     return found
 
 
+def _asked_gauges(run: Components) -> Mapping[str, float]:
+    evals = () if run.evaluation is None else run.evaluation.held_out
+    return asked_gauges([run.scorer, *(each.scorers for each in evals)])
+
+
 def reported(run: Components) -> Reported:
-    counted = PROGRESS | run.fleet.gauges().keys()
+    counted = PROGRESS | run.fleet.gauges().keys() | _asked_gauges(run).keys()
     marks = {
         name: value
         for name, value in gauges(run).items()

@@ -18,6 +18,7 @@ from asyncrl.base.errors import (
     CheckpointError,
     ConfigError,
 )
+from asyncrl.base.extensions import rows
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
@@ -340,7 +341,7 @@ allowed, {oldest:.0f} observed.
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 
-SHOWN = ("python", "files", "dataset", "reasoning_gym", "model", "path", "judge")
+SHOWN = ("python", "files", "dataset", "reasoning_gym", "model", "path")
 """Keys of data and rewards that a card names."""
 
 
@@ -349,11 +350,12 @@ def _shown(value: object) -> str:
 
     >>> _shown({"files": ["/home/me/rows.jsonl"], "split": "train"})
     'rows.jsonl'
-    >>> _shown({"judge": {"model": "Qwen/Qwen3-8B", "prompt": "Grade it."}})
+    >>> _shown({"model": {"path": "Qwen/Qwen3-8B", "reads": "chat"}})
     'Qwen/Qwen3-8B'
     """
     if isinstance(value, Mapping):
-        value = [value[key] for key in SHOWN if value.get(key)]
+        names = dict.fromkeys([*SHOWN, *rows("rewards")])
+        value = [value[name] for name in names if value.get(name)]
     if isinstance(value, list):
         return ", ".join(map(_shown, value))
     name = str(value)

@@ -370,7 +370,7 @@ def make_scorers(
     settings: Mapping[str, TaskConfig],
     seed: int,
 ) -> Scorers:
-    """Return the scorers of tasks without a served judge or reward model."""
+    """Return the scorers of tasks that ask no server of a run."""
     scorers = Scorers(tasks, settings, tokenizer, seed=seed, warn=lifecycle.log.warn)
     lifecycle.closes("rewards", scorers.aclose)
     return scorers

@@ -26,15 +26,11 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import ServerOrder, maker_of
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.reward_client import RewardModelClient
-from asyncrl.engines.role_client import RoleClient, judge_by, least_busy
-from asyncrl.engines.served_judge import ServedJudge
+from asyncrl.engines.role_client import RoleClient, annotate_by
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import (
     ENGINE,
     EVAL_ENGINE,
-    JUDGE,
-    REWARD,
     ROLES,
     Role,
     roles_of,
@@ -58,8 +54,7 @@ from asyncrl.launch.supervise import (
     all_or_none,
     health_over,
 )
-from asyncrl.messages.engine_api import JudgeResponse
-from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.messages.records import Rollout
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
@@ -68,7 +63,7 @@ from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
-Client = TypeVar("Client", bound=ServerClient)
+T = TypeVar("T")
 MEET_FRACTION = 0.8
 """Fraction of supervision.start_timeout_s that ranks wait for each other."""
 
@@ -541,22 +536,18 @@ class Fleet:
         return found
 
     @property
-    def judges(self) -> list[Callable[[Rollout, str], Awaitable[Rollout]]]:
+    def annotations(self) -> list[Callable[[Rollout, str], Awaitable[Rollout]]]:
         """Return what adds something to each rollout."""
         roles = defaultdict[str, list[RoleClient]](list)
         for extra in self.extra.values():
             if isinstance(extra.client, RoleClient):
                 roles[extra.role.shared_name].append(extra.client)
-        return [judge_by(copies) for copies in roles.values()]
+        return [annotate_by(copies) for copies in roles.values()]
 
-    def clients_of(self, role: str, kind: type[Client]) -> list[Client]:
-        """Return the clients of a role's servers; without the role, none."""
-        found = list[Client]()
-        for extra in self.extra.values():
-            if role == extra.role.shared_name:
-                assert isinstance(extra.client, kind), f"{role} is a {kind.__name__}"
-                found.append(extra.client)
-        return found
+    def clients_of(self, kind: type[T], /) -> list[T]:
+        """Return the clients of this class."""
+        clients = (extra.client for extra in self.extra.values())
+        return [client for client in clients if isinstance(client, kind)]
 
     def make_scorers(
         self,
@@ -564,28 +555,14 @@ class Fleet:
         settings: Mapping[str, TaskConfig],
         seed: int,
     ) -> Scorers:
-        """Make the scorers of tasks, which ask the run's reward model and judge."""
-        models = self.clients_of(REWARD, RewardModelClient)
-        judges = self.clients_of(JUDGE, ServedJudge)
-
-        async def ask_model(prompt: Prompt, completion: str) -> float:
-            return await least_busy(models).score(prompt, completion)
-
-        async def ask_judge(
-            text: str, *, max_tokens: int, temperature: float, seed: int
-        ) -> JudgeResponse:
-            return await least_busy(judges).ask(
-                text, max_tokens=max_tokens, temperature=temperature, seed=seed
-            )
-
+        """Make the scorers of tasks, which may ask servers of the run."""
         scorers = Scorers(
             tasks,
             settings,
             self._tokenizer,
             seed=seed,
             warn=self._lifecycle.log.warn,
-            ask_model=ask_model if models else None,
-            ask_judge=ask_judge if judges else None,
+            clients_of=self.clients_of,
         )
         self._lifecycle.closes("rewards", scorers.aclose)
         return scorers

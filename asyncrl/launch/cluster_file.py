@@ -10,11 +10,11 @@ from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
+from asyncrl.config.device_forms import device_numbers
 from asyncrl.config.placement_config import (
     SETTINGS,
     NodesConfig,
     PlacementConfig,
-    device_numbers,
 )
 
 FILES = {

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.device_forms import ServerDevices, device_numbers
 from asyncrl.config.engine_kinds import ENGINES, EngineKind
 from asyncrl.config.offload_config import (
     POLICY_GRADIENTS,
@@ -24,8 +25,6 @@ from asyncrl.config.offload_config import (
 from asyncrl.config.placement_config import (
     Devices,
     NodesConfig,
-    ServerDevices,
-    device_numbers,
 )
 from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import Node

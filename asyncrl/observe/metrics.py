@@ -10,13 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import resources
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Literal, cast
 
 import numpy as np
 
+from asyncrl.base.extensions import extensions
 from asyncrl.config.eval_config import PARTS_OF_EVALS
 from asyncrl.messages.records import Batch, Group, Rollout, Trajectory, epoch_of
 
@@ -39,32 +40,30 @@ class Gauge:
 
 
 def _read_gauges() -> dict[str, Gauge]:
-    with (
-        Path(__file__)
-        .with_name("metrics.csv")
-        .open(encoding="utf-8", newline="") as file
-    ):
-        rows = [*csv.reader(file)]
-    return {
-        name: Gauge(cast("GaugeKind", kind), unit, meaning)
-        for name, kind, unit, meaning in rows[1:]
-    }
+    found = dict[str, Gauge]()
+    of_extensions = (extension.metrics for extension in extensions().values())
+    for place in filter(None, ("asyncrl.observe:metrics.csv", *of_extensions)):
+        package, _, file = place.partition(":")
+        text = (resources.files(package) / file).read_text(encoding="utf-8")
+        for name, kind, unit, meaning in csv.reader(text.splitlines()[1:]):
+            found[name] = Gauge(cast("GaugeKind", kind), unit, meaning)
+    return found
 
 
 GAUGES: Mapping[str, Gauge] = _read_gauges()
-"""Declarations in metrics.csv, in their order."""
+"""Declarations in metrics.csv, in their order, then the ones of extensions."""
 
 
 PROGRESS = frozenset(
     """
     buffer/admitted buffer/next_batch buffer/served checkpoint/failed checkpoint/made engine/down
     engine/restarts engine/tokens evaluation/ended gateway/calls harness/leases harness/workers
-    judge/requests policy_version publish/version reward/posted rollout/failed rollout/finished
+    policy_version publish/version reward/posted rollout/failed rollout/finished
     trainer/down trainer/restarts trainer/version handover/phases
     """.split()
 )
 """Counters whose change shows progress, for the watchdog, beside those of servers
-with another role.
+with another role and of scorers that ask others.
 """
 
 

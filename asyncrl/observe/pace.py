@@ -4,13 +4,13 @@ torch.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 
+from asyncrl.base.extensions import load_place, rows
 from asyncrl.config import RunConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.observe.run_numbers import Steps, several
@@ -103,8 +103,9 @@ class Pace:
             return POSTED
         totals = defaultdict[str, float](float)
         for name, task in self.config.tasks.items():
-            by = "The judge" if task.judge is not None else FUNCTIONS
-            by = "The reward model" if task.reward_model is not None else by
+            by = FUNCTIONS
+            if task.scored_by is not None:
+                by = task.scored_by.title.capitalize()
             totals[by] += self.steps.newest(f"perf/scoring_s{name and f'/{name}'}")
         return max(totals, key=totals.__getitem__)
 
@@ -114,10 +115,10 @@ class Pace:
         """Return the median: first and last steps differ."""
         return median(self.steps.values(metric) or [0.0])
 
-    def _faster(self, key: str) -> str:
-        return f"Give it a faster device ({self._now(key)}), or take a smaller model."
+    def faster(self, key: str) -> str:
+        return f"Give it a faster device ({self.now(key)}), or take a smaller model."
 
-    def _now(self, key: str) -> str:
+    def now(self, key: str) -> str:
         return f"{key} (now {attrgetter(key)(self.config)})"
 
     def _cures(self, name: str) -> Iterator[str]:
@@ -125,7 +126,7 @@ class Pace:
         if name == "training":
             yield from self._training_cures()
         elif name == "handovers":
-            yield f"Raise {self._now('trainer.num_groups')}: larger batches need fewer handovers."
+            yield f"Raise {self.now('trainer.num_groups')}: larger batches need fewer handovers."
         # Slow rewards also look like slow generation or stragglers, so they are checked
         # first.
         elif rewards := [*self._reward_cures()]:
@@ -134,10 +135,8 @@ class Pace:
             yield "Set buffer.on_overdue=mask: it never waits for a straggler."
         elif name == "rewards":
             yield from self._scorer_cures()
-        elif name == "teaching" and all(one.base_url for one in config.teachers):
-            yield "Give the server at teacher.base_url more or faster devices."
-        elif name == "teaching":
-            yield self._faster("placement.teacher")
+        elif name in rows("cures"):
+            yield from load_place(rows("cures")[name])(self)
         elif name == "publishing":
             yield from self._more_ahead()
         elif name == "generation":
@@ -146,7 +145,7 @@ class Pace:
     def _training_cures(self) -> Iterator[str]:
         steps = self.steps
         if steps.values("perf/device_memory_bytes"):  # of CUDA devices
-            yield f"Raise {self._now('trainer.world_size')} if more devices are free."
+            yield f"Raise {self.now('trainer.world_size')} if more devices are free."
         if (
             steps.values("trainer/compiled")[-1:] == [0.0]
             and self.config.trainer.compile == "auto"
@@ -166,37 +165,11 @@ class Pace:
                 yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
 
     def _scorer_cures(self) -> Iterator[str]:
-        if self._waited_for == "The reward model":
-            yield self._faster("placement.reward")
         # Plain functions that hold the controller or all workers have a cure of their own.
         if self._waited_for in (POSTED, FUNCTIONS):
             yield from self._more_ahead()
-        if self._waited_for != "The judge":
-            return
-        minutes = self.wall_s / 60
-        for name, task in self.config.tasks.items():
-            if task.judge is None:
-                continue
-            judge = f"{key_of('task', name)}.reward.judge"
-            if task.judge.is_served:
-                now = task.judge.max_concurrent
-                yield (
-                    f"Raise {judge}.max_concurrent (now {now}), or give it a faster device "
-                    f"({self._now('placement.judge')})."
-                )
-                continue
-            limits = {
-                "requests_per_minute": self.steps.newest("judge/requests"),
-                "tokens_per_minute": self.steps.newest("judge/tokens"),
-            }
-            used = [
-                key
-                for key, num in limits.items()
-                if num >= FULL * minutes * (getattr(task.judge, key) or math.inf)
-            ]
-            for key in used or ["max_concurrent"]:
-                now = getattr(task.judge, key)
-                yield f"Raise {judge}.{key} (now {now}) if its endpoint allows more."
+        elif self._waited_for in rows("cures"):
+            yield from load_place(rows("cures")[self._waited_for])(self)
 
     def _generation_cures(self) -> Iterator[str]:
         rollout, generator = self.config.rollout, self.config.generator
@@ -207,7 +180,7 @@ class Pace:
         slots = rollout.slots * (self._usual("engine/up") or rollout.max_engines)
         limit = slots if generator.concurrency == "auto" else generator.concurrency
         if busy >= FULL * slots:
-            yield f"Raise {self._now('rollout.slots')} or {self._now('rollout.num_engines')}."
+            yield f"Raise {self.now('rollout.slots')} or {self.now('rollout.num_engines')}."
         elif not self.config.trains_agent or held < FULL * limit:
             yield from self._more_ahead()
         elif generator.remote and self._usual("harness/queued"):
@@ -215,9 +188,9 @@ class Pace:
         elif (
             self.steps.newest("harness/cpu_s") >= FULL * self.wall_s * generator.workers
         ):
-            yield f"Raise {self._now('generator.workers')}: they computed all the time."
+            yield f"Raise {self.now('generator.workers')}: they computed all the time."
         else:
-            yield f"Raise {self._now('generator.concurrency')} above {limit:.0f}."
+            yield f"Raise {self.now('generator.concurrency')} above {limit:.0f}."
         yield f"{busy:.0f} of {slots:.0f} slots were busy, {held:.0f} rollouts in flight."
 
     def _more_ahead(self) -> Iterator[str]:
@@ -237,7 +210,7 @@ class Pace:
         # which needs max_staleness=0
         is_colocated = self.steps.total("perf/handover_s") > 0
         if used >= ahead and not is_colocated:
-            yield f"Raise {' and '.join(map(self._now, keys))}: all batches ahead were in use."
+            yield f"Raise {' and '.join(map(self.now, keys))}: all batches ahead were in use."
 
     def _losses(self) -> Iterator[str]:
         sampled = self.steps.total("tokens/sampled")

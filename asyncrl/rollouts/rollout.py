@@ -898,24 +898,24 @@ class ByTask:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedGenerator:
+class AnnotatedGenerator:
     """Let a server add to each finished rollout, such as another model's logprobs.
 
     The clock of rollout.timeout_s stops: the server's answers have their own limit.
     """
 
     generator: Generator
-    judge: Callable[[Rollout, str], Awaitable[Rollout]]
+    annotate: Callable[[Rollout, str], Awaitable[Rollout]]
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
 
-        async def score_and_judge() -> Rollout:
+        async def score_and_annotate() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
             # A reward of the whole group, or a later post, is still missing.
             if rollout[0].is_scored:
                 attempt.on_phase("teaching")
-            return await self.judge(rollout, attempt.prompt.task)
+            return await self.annotate(rollout, attempt.prompt.task)
 
-        return score_and_judge
+        return score_and_annotate

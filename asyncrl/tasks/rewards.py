@@ -46,7 +46,7 @@ prompt and the Completions of a group; runs in any thread or process.
 
 def reward_function(config: TaskConfig) -> RewardFunction:
     function: RewardFunction = math_reward
-    if config.judge is not None or config.reward_model is not None:
+    if config.scored_by is not None:
         return _only_in_a_run
     if isinstance(config.reward, str) and config.reward != "math":
         function = load_object(config.reward, "task.reward")

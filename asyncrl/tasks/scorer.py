@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from asyncrl.base.errors import ComponentError, RequestRefused, RewardFailure, TaskError
+from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.extensions import load_place, rows
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.signals import END, STOPS, blocked, ignore_stops
 from asyncrl.base.user_code import UserCalls
@@ -25,7 +26,6 @@ from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, by_task
 from asyncrl.messages.tokens import BEHAVIOUR, NO_COMPLETION
 from asyncrl.messages.worker_api import ChatTokenizer, answer_text
-from asyncrl.tasks.judge import AskJudge, Judge
 from asyncrl.tasks.rewards import (
     Completions,
     Reward,
@@ -47,8 +47,35 @@ logger = logging.getLogger(__name__)
 # A new process imports the user's module, for example torch, before its first call.
 # That is not the reward's time.
 START_LIMIT_S = 120.0
-AskModel = Callable[[Prompt, str], Awaitable[Reward]]
-"""Returns a reward model's reward of a completion. Raises RequestRefused (data)."""
+Client = TypeVar("Client")
+
+
+class ClientsOf(Protocol):
+    """Returns the clients of this class, of the run's servers."""
+
+    def __call__(self, kind: type[Client], /) -> list[Client]: ...
+
+
+def no_clients(kind: type[Client], /) -> list[Client]:
+    return []
+
+
+class AskedScorer:
+    """Asks others for rewards, within limits of its own (ScoredReward)."""
+
+    scores_groups = False
+
+    async def __call__(self, prompt: Prompt, given: str | Completions) -> Any:
+        """Return the reward of a completion, or the list of a group. Raises
+        UserCodeFailed or RequestRefused (data), or ComponentError.
+        """
+        raise NotImplementedError
+
+    def gauges(self) -> Mapping[str, float]:
+        return {}
+
+    async def aclose(self) -> None:
+        """Close its connections."""
 
 
 class Scorers:
@@ -62,8 +89,7 @@ class Scorers:
         *,
         seed: int,
         warn: Callable[[str], None] = logger.warning,
-        ask_model: AskModel | None = None,
-        ask_judge: AskJudge | None = None,
+        clients_of: ClientsOf = no_clients,
     ) -> None:
         self._scorers = {
             name: TaskScorer(
@@ -72,8 +98,7 @@ class Scorers:
                 tokenizer,
                 seed=seed,
                 warn=warn,
-                ask_model=ask_model,
-                ask_judge=ask_judge,
+                clients_of=clients_of,
             )
             for name, task in tasks.items()
         }
@@ -98,21 +123,20 @@ class Scorers:
         }
 
     @property
-    def judges(self) -> list[Judge]:
-        judges = (scorer.judge for scorer in self._scorers.values())
-        return [judge for judge in judges if judge is not None]
+    def asked(self) -> list[AskedScorer]:
+        return [each.asked for each in self._scorers.values() if each.asked]
 
     async def aclose(self) -> None:
         for scorer in self._scorers.values():
             await scorer.aclose()
 
 
-def judge_gauges(scorers: Iterable[Scorers]) -> Mapping[str, float]:
-    """Return the sums over all judges; {} without a judge."""
+def asked_gauges(scorers: Iterable[Scorers]) -> Mapping[str, float]:
+    """Return the sums over all AskedScorers; {} with functions only."""
     sums = Counter[str]()
     for each in scorers:
-        for judge in each.judges:
-            sums.update(judge.gauges())
+        for asked in each.asked:
+            sums.update(asked.gauges())
     return sums
 
 
@@ -133,8 +157,7 @@ class TaskScorer:
         *,
         seed: int,
         warn: Callable[[str], None] = logger.warning,
-        ask_model: AskModel | None = None,
-        ask_judge: AskJudge | None = None,
+        clients_of: ClientsOf = no_clients,
     ) -> None:
         self.has_score = config.has_score
         self.is_library = _is_library(config)
@@ -143,13 +166,9 @@ class TaskScorer:
             answer_text, tokenizer, shows_special=self.shows_special
         )
         self._score, takes_group = score_of(task)
-        self._ask_model = ask_model if config.reward_model is not None else None
-        self.judge: Judge | None = None
-        if config.judge is not None:
-            self.judge = Judge(
-                config.judge, timeout_s=config.reward_timeout_s, ask=ask_judge
-            )
-            takes_group = self.judge.scores_groups
+        self.asked = _asked_by(config, clients_of)
+        if self.asked is not None:
+            takes_group = self.asked.scores_groups
         self.scores_groups = self.has_score and takes_group
         """Then score_group is called, not score."""
         self._wants_sampled = bool(optional(self._score, NO_COMPLETION))
@@ -177,7 +196,7 @@ class TaskScorer:
     @property
     def has_own_limits(self) -> bool:
         """Its requests queue for a server, which is not time of the rollout."""
-        return self.judge is not None or self._ask_model is not None
+        return self.asked is not None
 
     @property
     def num_abandoned(self) -> int:
@@ -271,13 +290,8 @@ class TaskScorer:
         given: str | Completions,
         asked: Mapping[str, Completion],
     ) -> object:
-        if self._ask_model is not None:
-            assert isinstance(given, str), "a reward model reads single completions"
-            return await self._ask_model(prompt, given)
-        if self.judge is not None:
-            # What an endpoint answers is as unknown as what user code does.
-            with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
-                return await self.judge(prompt, given)
+        if self.asked is not None:
+            return await self.asked(prompt, given)
         result: object = None
         # Before the wait is declared: most inline rewards have none.
         if self._is_inline:
@@ -305,8 +319,8 @@ class TaskScorer:
     async def aclose(self) -> None:
         if self._processes is not None:
             await self._processes.end()
-        if self.judge is not None:
-            await self.judge.aclose()
+        if self.asked is not None:
+            await self.asked.aclose()
 
     async def _call_in_thread(
         self,
@@ -331,6 +345,14 @@ class TaskScorer:
             except asyncio.CancelledError:
                 called.add_done_callback(_close_coroutine)
                 raise
+
+
+def _asked_by(config: TaskConfig, clients_of: ClientsOf) -> AskedScorer | None:
+    if config.scored_by is None:
+        return None
+    make = load_place(rows("rewards")[config.scored_by.kind].scorer)
+    asked: AskedScorer | None = make(config, clients_of)
+    return asked
 
 
 def _close_coroutine(called: asyncio.Future[object]) -> None:

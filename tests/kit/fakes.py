@@ -142,7 +142,6 @@ class FakeScorer:
 
     has_score = shows_special = True
     scores_groups = has_own_limits = is_library = False
-    judge = None
 
     def of(self, prompt: Prompt) -> FakeScorer:
         return self

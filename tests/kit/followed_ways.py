@@ -122,6 +122,8 @@ def refusals() -> Iterator[Printed]:
     modules that choose algorithms and devices.
     """
     config = sorted((ROOT / "asyncrl/config").glob("*.py"))
+    config += sorted((ROOT / "asyncrl").glob("extensions/*/*_config.py"))
+    config += sorted((ROOT / "asyncrl").glob("extensions/*/*_rules.py"))
     others = ("algorithms/registry.py", "launch/placement.py")
     for path in [*config, *(ROOT / "asyncrl" / name for name in others)]:
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -51,11 +51,18 @@ NEEDED = {
         "docs/lora.md",
         "docs/troubleshooting.md",
     ],
+    "scoring": [
+        "configs/distill.yaml",
+        "docs/colocation.md",
+        "docs/rewards.md",
+    ],
 }
 """Pages and configs with settings of an extension."""
 NAMED = {
     "openenv": "openenv",
-    "ray": "launcher=ray|^launch |^2x8x80GB placement|nodes: 2",
+    "ray": "launcher=ray|^launch |launch slurm|^2x8x80GB placement|nodes: 2",
+    "scoring": r"'teacher'|teacher[.=]|TAUGHT|JUDGED|SCORED|distill_|"
+    r"reward'?(\.|: \{'?)(judge|model)|placement\.(judge|reward)",
     "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
     "vllm": r"\bvllm|\brollout\.(urls|tensor_parallel)\b",
@@ -85,4 +92,7 @@ def missing_of(item: pytest.Item) -> list[str]:
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():
         missing += missing_for(value) if isinstance(value, str | Path) else []
+        for extension in NAMED.keys() - extensions().keys():
+            if re.search(NAMED[extension], repr(value)):
+                missing.append(extension)
     return missing

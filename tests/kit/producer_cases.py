@@ -29,9 +29,9 @@ from asyncrl.messages.records import (
     Work,
 )
 from asyncrl.rollouts.rollout import (
+    AnnotatedGenerator,
     Generator,
     HarnessGenerator,
-    JudgedGenerator,
     RolloutAttempt,
     RolloutRunner,
     Slots,
@@ -48,7 +48,6 @@ class FakeHost:
 
     has_score = shows_special = True
     scores_groups = is_library = False
-    judge = None
     has_own_limits = False
     num_spent = num_calls = 1
     untrained: tuple[tuple[str, str], ...] = ()
@@ -154,7 +153,7 @@ class House:
         )
         generator: Generator = single_turn(self.engine, scorer)
         if judge is not None:
-            generator = JudgedGenerator(generator, judge)
+            generator = AnnotatedGenerator(generator, judge)
         values = {
             "capacity": 4,
             "retries": 1,

@@ -73,6 +73,7 @@ FACTS = EngineCapabilities(
     pins_length=True,
     returns_routing=True,
     reports_supports=True,
+    scores_texts=True,
     receives_transfers=True,
     adds_adapters=True,
     keeps_quantized=True,

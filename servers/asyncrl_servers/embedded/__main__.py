@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 
 from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.http import die_with_parent
-from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.embedded.embedded_engine import build_engine
+from asyncrl_servers.embedded.embedded_engine import Engine, MakeReader, build_engine
 from asyncrl_servers.engine_routes import Act, read_spec, serve_engine
 
 
-def main() -> None:
+def main(
+    form: type[EmbeddedSpec] = EmbeddedSpec,
+    make_reader: MakeReader | None = None,
+    routes_of: Callable[[Engine], Sequence[Act]] = lambda _: (),
+) -> None:
     die_with_parent()
-    spec, fd = read_spec(EmbeddedSpec)
+    spec, fd = read_spec(form)
 
     def on_crash(error: BaseException) -> None:
         traceback.print_exception(error)
@@ -28,14 +31,9 @@ def main() -> None:
         # server would accept requests that nobody runs.
         os._exit(1)
 
-    engine = build_engine(spec, on_crash)
-
-    async def score(body: ScoreRequest) -> ScoreResponse:
-        return await asyncio.wrap_future(engine.score(body))
-
-    routes: list[Act] = [score] if spec.score_slots else []
+    engine = build_engine(spec, on_crash, make_reader)
     engine.start()
-    serve_engine(engine, fd, *routes)
+    serve_engine(engine, fd, *routes_of(engine))
     engine.stop()
 
 

@@ -85,8 +85,6 @@ class EmbeddedSpec(EngineSpec):
     profile_steps: tuple[int, ...] = ()
     """Trainer steps during which its own work is profiled."""
     profile_dir: Path = Path("profile")
-    score_slots: int = Field(default=0, ge=0)
-    """Texts that POST /score reads at once (0 = no such route)."""
     aside_dir: Path | None = None
     """A sleep keeps the weights; what leaves a CPU is in a file there (none = a sleep
     drops them, and a push brings others).

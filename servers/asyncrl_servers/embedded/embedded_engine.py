@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, Scorer
+from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, TextReader
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
 from asyncrl_servers.engine_routes import Listener
 
@@ -36,6 +36,10 @@ PROFILED_ITERATIONS = 100
 """Decode steps of a profile: about as many operators as one step of the trainer has."""
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Maximum difference to the model's own logits, relative to the largest."""
+
+
+MakeReader = Callable[[LoadedModel, Any, bool], TextReader]
+"""Makes a TextReader of a model, a spec, and whether steps must be exact."""
 
 
 class Engine:
@@ -54,7 +58,7 @@ class Engine:
         runner: Runner,
         weights: Weights,
         on_crash: Callable[[BaseException], None] | None = None,
-        scorer: Scorer | None = None,
+        reader: TextReader | None = None,
         *,
         keeps_addresses: bool = False,
     ) -> None:
@@ -63,7 +67,7 @@ class Engine:
         self.runner = runner
         self.weights = weights
         self._on_crash = on_crash
-        self._scorer = scorer
+        self.reader = reader
         self._keeps_addresses = keeps_addresses
         self._scheduler = Scheduler(spec, runner, weights)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -115,24 +119,17 @@ class Engine:
 
     def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]:
         """Swap weights between decode steps. Raises Refused (409)."""
-        return self._ask(partial(self._commit, request))
+        return self.ask(partial(self._commit, request))
 
     def sleep(self) -> Future[api.TransferStats]:
         """Interrupt requests and free all memory."""
-        return self._ask(lambda answer: answer.set_result(self._sleep()))
+        return self.ask(lambda answer: answer.set_result(self._sleep()))
 
     def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]:
         """Allocate memory for these parts. Raises Refused (507)."""
-        return self._ask(lambda answer: answer.set_result(self._wake(request)))
+        return self.ask(lambda answer: answer.set_result(self._wake(request)))
 
-    def score(self, request: api.ScoreRequest) -> Future[api.ScoreResponse]:
-        """Compute logprobs of given tokens between decode steps. Needs a scorer. Raises
-        Refused (400).
-        """
-        assert self._scorer is not None
-        return self._ask(partial(self._scorer.add, request))
-
-    def _ask(self, action: Callable[[Future[Answer]], None]) -> Future[Answer]:
+    def ask(self, action: Callable[[Future[Answer]], None]) -> Future[Answer]:
         """Run `action`, which answers or raises Refused, in the loop's thread."""
         answer: Future[Answer] = Future()
         # A caller that leaves cancels its future. A running future cannot be cancelled,
@@ -176,8 +173,8 @@ class Engine:
         # group's prompt is read once.
         while not self._inbox.empty():
             self._inbox.get_nowait()()
-        if self._scorer is not None and self.weights.can_serve:
-            self._scorer.run()
+        if self.reader is not None and self.weights.can_serve:
+            self.reader.run()
         started_s = time.perf_counter()
         if self._scheduler.has_work:
             self._profile()
@@ -222,7 +219,7 @@ class Engine:
             # Graphs hold memory of the device, and addresses that are freed here.
             if self.runner.graphs is not None and not self._keeps_addresses:
                 self.runner.graphs.drop()
-            for reader in filter(None, (self.runner, self._scorer)):
+            for reader in filter(None, (self.runner, self.reader)):
                 num_bytes += reader.free_cache()
             self.runner.loaded.give_back()
         return api.TransferStats(
@@ -239,7 +236,7 @@ class Engine:
                 num_bytes += self.weights.take()
             if "kv" in parts:
                 if not self.spec.stays:
-                    for reader in filter(None, (self.runner, self._scorer)):
+                    for reader in filter(None, (self.runner, self.reader)):
                         num_bytes += reader.allocate_cache()
                 self.weights.set_awake("kv")
         # The part stays asleep, as /health reports it, so the wake can be repeated.
@@ -291,7 +288,9 @@ class Engine:
 
 
 def build_engine(
-    spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] | None = None
+    spec: EmbeddedSpec,
+    on_crash: Callable[[BaseException], None] | None = None,
+    make_reader: MakeReader | None = None,
 ) -> Engine:
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     torch.set_num_threads(spec.threads)
@@ -318,12 +317,12 @@ def build_engine(
         check_same_model(runner)
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
-    scorer = (
-        Scorer(loaded, spec, is_exact=runner.is_exact) if spec.score_slots else None
-    )
+    reader = None
+    if make_reader is not None:
+        reader = make_reader(loaded, spec, runner.is_exact)
     weights = Weights(loaded, spec)
     is_fixed = is_fused and spec.moves and fix_addresses(runner, weights, spec)
-    engine = Engine(spec, runner, weights, on_crash, scorer, keeps_addresses=is_fixed)
+    engine = Engine(spec, runner, weights, on_crash, reader, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
         runner.graphs.capture_all()
     return engine

@@ -12,12 +12,13 @@ from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.openai_scope import ASK_AGAIN_S, OpenAIScope, Read
 from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
-from asyncrl.messages.engine_api import EngineHealth, ScoreRequest, ScoreResponse
+from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
+from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.tokens import (
     DISTILL_IDS,
@@ -62,15 +63,15 @@ class Teacher(RoleClient):
     def gauges(self) -> dict[str, float]:
         return {"teacher/tokens": self._num_scored, "teacher/wait_s": self.wait_s}
 
-    async def judge(self, rollout: Rollout, task: str) -> Rollout:
+    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
         """Return the rollout with the columns of the teacher in each branch, or as it
         is if another teacher scores its task.
         """
         if not self._scores(task):
             return rollout
-        return tuple([await self._judge(branch) for branch in rollout])
+        return tuple([await self._annotate(branch) for branch in rollout])
 
-    async def _judge(self, branch: Trajectory) -> Trajectory:
+    async def _annotate(self, branch: Trajectory) -> Trajectory:
         (places,) = np.nonzero(branch.loss_mask)
         # All calls of this branch are untrained, such as greedy ones: nothing to score.
         if not len(places):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from asyncrl.config.engine_kinds import ModelEngine
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import EngineWith, FrozenConfig, ScoredReward
 from asyncrl.config.offload_config import Rule
 
 PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
@@ -43,7 +42,7 @@ class JudgeConfig(FrozenConfig):
     """Model name in the requests; without base_url a Hugging Face folder or hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id, without base_url (none = main)."""
-    engine: ModelEngine = "embedded"
+    engine: Annotated[str, EngineWith("has_model")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""
@@ -124,8 +123,14 @@ class JudgeConfig(FrozenConfig):
             yield f".best is of .mode=score, not of .mode={self.mode}; remove it"
 
 
-class JudgedReward(FrozenConfig):
+class JudgedReward(ScoredReward):
     """A reward by a judge."""
+
+    title: ClassVar = "the judge"
 
     judge: JudgeConfig
     """Model that scores one completion, compares two, or ranks a group."""
+
+    @property
+    def called(self) -> str:
+        return self.judge.model

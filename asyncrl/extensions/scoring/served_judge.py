@@ -8,10 +8,14 @@ from collections.abc import Callable, Sequence
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
+from asyncrl.config import TaskConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
-from asyncrl.messages.engine_api import EngineHealth, JudgeResponse
+from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient, least_busy
+from asyncrl.extensions.scoring.judge import Judge, JudgeResponse
+from asyncrl.extensions.scoring.scoring_rules import judge_of
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.tasks.scorer import ClientsOf
 
 
 class ServedJudge(RoleClient):
@@ -79,3 +83,18 @@ class ServedJudge(RoleClient):
             is_cut=part.finish_reason == "length",
             num_tokens=len(request.prompt_ids) + len(part.token_ids),
         )
+
+
+def ask_judge(task: TaskConfig, clients_of: ClientsOf) -> Judge:
+    judge = judge_of(task)
+    assert judge is not None, "the reward is a judge's"
+    served = clients_of(ServedJudge)
+
+    async def ask(
+        text: str, *, max_tokens: int, temperature: float, seed: int
+    ) -> JudgeResponse:
+        return await least_busy(served).ask(
+            text, max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
+
+    return Judge(judge, timeout_s=task.reward_timeout_s, ask=ask if served else None)

@@ -8,6 +8,7 @@ import math
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -16,13 +17,19 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from asyncrl.base.errors import ComponentError, ConfigError, TaskError, install_extra
+from asyncrl.base.errors import (
+    ComponentError,
+    ConfigError,
+    RequestRefused,
+    TaskError,
+    install_extra,
+)
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
-from asyncrl.config.judge_config import PLACES, JudgeConfig
-from asyncrl.messages.engine_api import JudgeResponse
+from asyncrl.extensions.scoring.judge_config import PLACES, JudgeConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
+from asyncrl.tasks.scorer import AskedScorer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -90,6 +97,15 @@ class MinuteLimits:
         return delay_s
 
 
+@dataclass(frozen=True, slots=True)
+class JudgeResponse:
+    """`is_cut`: at max_tokens. `num_tokens`: of request and answer."""
+
+    text: str
+    is_cut: bool
+    num_tokens: int
+
+
 class AskJudge(Protocol):
     """Asks a judge that the run serves. Raises RequestRefused (data) or EngineError."""
 
@@ -106,7 +122,7 @@ class Question:
         self.failure: UserCodeFailed | None = None
 
 
-class Judge:
+class Judge(AskedScorer):
     """Ask a judge within the limits of its endpoint.
 
     Waits: a request waits for a place (max_concurrent), then for both limits of a
@@ -143,8 +159,15 @@ class Judge:
         self, prompt: Prompt, given: str | Completions
     ) -> Reward | list[Reward | UserCodeFailed]:
         """Return the reward of a completion, or of each in a group. Raises
-        UserCodeFailed, or TaskError for a spent budget.
+        UserCodeFailed, RequestRefused, or TaskError for a spent budget.
         """
+        # What an endpoint answers is as unknown as what user code does.
+        with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
+            return await self._score(prompt, given)
+
+    async def _score(
+        self, prompt: Prompt, given: str | Completions
+    ) -> Reward | list[Reward | UserCodeFailed]:
         if isinstance(given, str):
             return await self._ask(
                 self._request(prompt, completion=given), self._grade_of

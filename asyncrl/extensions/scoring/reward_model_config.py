@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, ScoredReward
 from asyncrl.config.offload_config import Rule
 
 REWARD_PLACES = 64
@@ -39,8 +39,14 @@ class RewardModelConfig(FrozenConfig):
     """
 
 
-class ModelledReward(FrozenConfig):
+class ModelledReward(ScoredReward):
     """A reward by a reward model."""
+
+    title: ClassVar = "the reward model"
 
     model: RewardModelConfig
     """Model that reads a completion and returns a number, in a separate server."""
+
+    @property
+    def called(self) -> str:
+        return self.model.path

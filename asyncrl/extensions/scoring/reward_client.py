@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.base.errors import ConfigError, EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.config.reward_model_config import REWARD_PLACES, RewardModelConfig
-from asyncrl.engines.role_client import RoleClient
-from asyncrl.messages.engine_api import RewardRequest, RewardResponse
+from asyncrl.config import TaskConfig
+from asyncrl.engines.role_client import RoleClient, least_busy
+from asyncrl.extensions.scoring.judge import question_of
+from asyncrl.extensions.scoring.reward_model_config import (
+    REWARD_PLACES,
+    RewardModelConfig,
+)
+from asyncrl.extensions.scoring.scoring_api import RewardRequest, RewardResponse
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.judge import question_of
+from asyncrl.tasks.rewards import Completions, Reward
+from asyncrl.tasks.scorer import AskedScorer, ClientsOf
 
 KEY = "task.reward.model"
 TWO_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
@@ -71,3 +77,19 @@ class RewardModelClient(RoleClient):
         self._num_texts += 1
         self._num_tokens += answer.num_tokens
         return (answer.score - self._config.mean) / self._config.std
+
+
+class ModelScorer(AskedScorer):
+    """Asks the reward model of the run."""
+
+    def __init__(self, clients: Sequence[RewardModelClient]) -> None:
+        self._clients = clients
+
+    async def __call__(self, prompt: Prompt, given: str | Completions) -> Reward:
+        assert isinstance(given, str), "a reward model reads single completions"
+        return await least_busy(self._clients).score(prompt, given)
+
+
+def ask_model(task: TaskConfig, clients_of: ClientsOf) -> ModelScorer | None:
+    clients = clients_of(RewardModelClient)
+    return ModelScorer(clients) if clients else None

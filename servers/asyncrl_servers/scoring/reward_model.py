@@ -1,4 +1,4 @@
-"""`python -m asyncrl_servers.reward_model --spec FILE --fd N`: scores of a sequence
+"""`python -m asyncrl_servers.scoring.reward_model --spec FILE --fd N`: scores of a sequence
 classification model.
 """
 
@@ -34,13 +34,8 @@ from asyncrl.base.http import (
     secret_of,
     serve,
 )
-from asyncrl.messages.engine_api import (
-    EngineHealth,
-    RewardRequest,
-    RewardResponse,
-    TransferStats,
-    WakeRequest,
-)
+from asyncrl.extensions.scoring.scoring_api import RewardRequest, RewardResponse
+from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
 from asyncrl.weights.aside import Aside
 
 KEY = "task.reward.model"

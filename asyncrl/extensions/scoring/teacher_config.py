@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
-from asyncrl.config.engine_kinds import ModelEngine
-from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.fields import EngineWith, FrozenConfig, Name, tag_of
 from asyncrl.config.offload_config import Rule
 
 TEACHER_SLOTS = 16
@@ -31,7 +30,7 @@ class TeacherConfig(FrozenConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
     """
-    engine: ModelEngine = "embedded"
+    engine: Annotated[str, EngineWith("scores_texts")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
     base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of a server with the model, with its /v1; its /v1/completions must answer

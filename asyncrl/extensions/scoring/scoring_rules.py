@@ -1,0 +1,118 @@
+"""The models that score in a run, and the settings that do not go with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from asyncrl.base.extensions import AddedServer
+from asyncrl.config import RunConfig, TaskConfig
+from asyncrl.config.run_config import key_of
+from asyncrl.extensions.scoring.judge_config import JudgeConfig, JudgedReward
+from asyncrl.extensions.scoring.reward_model_config import (
+    ModelledReward,
+    RewardModelConfig,
+)
+from asyncrl.extensions.scoring.settings import (
+    JUDGE_DEVICE,
+    REWARD_DEVICE,
+    TEACHER,
+    TEACHER_DEVICE,
+)
+from asyncrl.extensions.scoring.teacher_config import MOST_SERVED_TOP_K, TeacherConfig
+from asyncrl.messages import tokens
+
+
+def teachers(config: RunConfig) -> list[TeacherConfig]:
+    given = TEACHER.of(config) or []
+    return given if isinstance(given, list) else [given]
+
+
+def judge_of(task: TaskConfig) -> JudgeConfig | None:
+    return task.reward.judge if isinstance(task.reward, JudgedReward) else None
+
+
+def model_of(task: TaskConfig) -> RewardModelConfig | None:
+    return task.reward.model if isinstance(task.reward, ModelledReward) else None
+
+
+def reward_models(config: RunConfig) -> list[RewardModelConfig]:
+    """Return the distinct reward models of all tasks."""
+    models = map(model_of, config.all_tasks)
+    return list(dict.fromkeys(model for model in models if model is not None))
+
+
+def served_judges(config: RunConfig) -> list[JudgeConfig]:
+    """Return the distinct judges that the run serves."""
+    judges = map(judge_of, config.all_tasks)
+    return list(dict.fromkeys(judge for judge in judges if judge and judge.is_served))
+
+
+def servers(config: RunConfig) -> Iterator[AddedServer]:
+    for teacher in teachers(config):
+        engine = teacher.engine if teacher.base_url is None else None
+        yield AddedServer(engine, columns=(tokens.TEACHER,))
+    for judge in served_judges(config):
+        yield AddedServer(judge.engine)
+
+
+def refusals(config: RunConfig) -> Iterator[str]:
+    """Yield the settings of several sections that do not go together."""
+    yield from _teacher_conflicts(config)
+    yield from _reward_conflicts(config)
+
+
+def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
+    found = teachers(config)
+    is_served = any(teacher.base_url is None for teacher in found)
+    if not is_served and TEACHER_DEVICE.of(config.placement) != "auto":
+        yield "placement.teacher is for a teacher without base_url; set placement.teacher=auto"
+    known = ", ".join(filter(None, config.tasks))
+    # A single task is '' here, and may have a name.
+    named = {task.called: name for name, task in config.tasks.items()}
+    taught = Counter(
+        named.get(name, name)
+        for teacher in found
+        for name in dict.fromkeys(teacher.tasks or named)
+    )
+    for name in [*taught, *config.tasks] if found else ():
+        key = key_of("task", name)
+        if name not in config.tasks:
+            yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {known}"
+        elif taught[name] != 1:
+            yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
+    # vLLM computes prompt_logprobs before the temperature.
+    is_embedded = all(teacher.is_embedded for teacher in found)
+    if not is_embedded and config.rollout.temperature != 1:
+        yield (
+            f"vLLM reports a teacher's logprobs of temperature 1 only, not "
+            f"rollout.temperature={config.rollout.temperature}; set rollout.temperature=1, or "
+            "teacher.engine=embedded and no teacher.base_url"
+        )
+    if not is_embedded and config.algorithm.num_distill_ids > MOST_SERVED_TOP_K:
+        yield (
+            f"algorithm.distill_top_k={config.algorithm.distill_top_k} is above {MOST_SERVED_TOP_K}, the "
+            "most that vLLM reports of a teacher; lower it, or set teacher.engine=embedded and no "
+            "teacher.base_url"
+        )
+
+
+def _reward_conflicts(config: RunConfig) -> Iterator[str]:
+    models = reward_models(config)
+    judges = served_judges(config)
+    served_keys = ("model", "revision", "engine", "max_length", "offload")
+    for kind, found, keys in (
+        ("model", models, (*RewardModelConfig.model_fields,)),
+        ("judge", judges, served_keys),
+    ):
+        for key in keys:
+            values = sorted({str(getattr(one, key)) for one in found})
+            if len(values) > 1:
+                yield (
+                    f"task.reward.{kind}.{key} is {' and '.join(values)}; a run serves one {kind}: give "
+                    "all tasks and evaluations that it serves the same"
+                )
+    if not judges and JUDGE_DEVICE.of(config.placement) != "auto":
+        yield "placement.judge is for a judge without base_url; remove it"
+    if not models and REWARD_DEVICE.of(config.placement) != "auto":
+        yield "placement.reward is for a reward model; set task.reward.model, or placement.reward=auto"

@@ -1,0 +1,1 @@
+"""Servers of the extension scoring: teachers and reward models."""
