@@ -9,16 +9,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.engineless_config import EnginelessConfig, NoRollouts
 from asyncrl.config.fields import Count, FrozenConfig, Seed
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_config import PlacementConfig
-from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.supervision_config import SupervisionConfig
-from asyncrl.config.task_config import TaskConfig
 from asyncrl.config.trainer_config import TrainerConfig
-from asyncrl.config.weight_sync_config import WeightSyncConfig
 
 IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
@@ -109,31 +107,17 @@ class SftConfig(FrozenConfig):
     observe: ObserveConfig = ObserveConfig()
     """Files, trackers, console and status port."""
 
-    def as_run(self, num_steps: int = 0, max_tokens: int = 1) -> RunConfig:
-        """Return the settings as a run without engines, whose steps are `num_steps`.
-        `max_tokens`: of the longest row.
+    def as_run(self, num_steps: int = 0, max_tokens: int = 1) -> EnginelessConfig:
+        """Return the settings of a job whose steps are `num_steps`. `max_tokens`: of the
+        longest row.
         """
         num_steps = num_steps or self.trainer.num_steps or 1
-        return RunConfig(
-            seed=self.seed,
-            launcher=self.launcher,
-            model=self.model,
-            # No part reads the task; a run must have one.
-            task=TaskConfig(python="asyncrl.tasks.toy:Letters"),
-            # The simulated engine takes no device, and compares no logprobs.
-            rollout=RolloutConfig(
-                engine="simulated",
-                group_size=1,
-                max_prompt_tokens=1,
-                max_tokens=max_tokens,
-            ),
-            trainer=self.trainer.model_copy(update={"num_steps": num_steps}),
+        shared = {name: value for name, value in self if name != "data"}
+        shared["trainer"] = self.trainer.model_copy(update={"num_steps": num_steps})
+        return EnginelessConfig(
+            **shared,
+            rollout=NoRollouts(max_tokens=max_tokens),
             algorithm=MEAN_NLL,
-            weight_sync=WeightSyncConfig(transport="shm"),  # nothing is exported
-            placement=self.placement,
-            checkpoint=self.checkpoint,
-            supervision=self.supervision,
-            observe=self.observe,
         )
 
     def conflicts(self) -> Iterator[str]:

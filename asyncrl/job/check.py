@@ -61,7 +61,6 @@ from asyncrl.launch.plan import (
     refuse_over_capacity,
     resolve_auto,
     size_text,
-    without_engines,
 )
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
@@ -230,7 +229,7 @@ def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
         # plan counts it.
         run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
     yield from _try_model(run)
-    plan = without_engines(plan_run(run, nodes)[0], run)
+    plan = plan_run(run, nodes)[0]
     yield plan_text(plan, run, _disk_bytes(nodes))
     refuse_over_capacity(plan, run)
 

@@ -321,10 +321,11 @@ class ServerFactory:
 
     def _canary_tokens(self) -> int:
         """Return the number of tokens whose logprobs each push compares; 0: none."""
-        longest = KINDS[self.config.rollout.engine].canary_tokens
-        if not longest or self.config.weight_sync.canary_limit is None:
+        rollout = self.config.rollout
+        if not rollout.facts.has_model or self.config.weight_sync.canary_limit is None:
             return 0
-        return max(2, min(longest, self.config.rollout.max_length - 1))
+        longest = KINDS[rollout.engine].canary_tokens
+        return longest and max(2, min(longest, self.config.rollout.max_length - 1))
 
     def _process(
         self,

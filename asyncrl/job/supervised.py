@@ -46,7 +46,6 @@ from asyncrl.launch.plan import (
     plan_run,
     refuse_over_capacity,
     resolve_auto,
-    without_engines,
 )
 from asyncrl.launch.supervise import ask_children
 from asyncrl.messages.records import Batch
@@ -89,7 +88,7 @@ def run_sft(
         fetch_architectures(config.model)
         run, resolved = resolve_auto(config.as_run(), launcher.nodes)
         config = config.model_copy(update={"model": run.model})
-        plan = without_engines(plan_run(run, launcher.nodes)[0], run)
+        plan = plan_run(run, launcher.nodes)[0]
         refuse_over_capacity(plan, run)
         with opened_run_dir(
             config, run_dir or new_run_dir(name), resume, allow_change

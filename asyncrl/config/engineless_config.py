@@ -1,0 +1,41 @@
+"""Settings of a job without engines, as the planner, the trainer and the reports read
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config.engine_kinds import EngineCapabilities
+from asyncrl.config.fields import Count
+from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.config.run_config import RunConfig
+from asyncrl.config.task_config import Tasks
+from asyncrl.config.weight_sync_config import WeightSyncConfig
+
+
+class NoRollouts(RolloutConfig):
+    """Section `rollout` of a job without engines."""
+
+    engine: Any = "none"  # not a kind, so that no config can name it
+    group_size: Count = 1
+    max_prompt_tokens: Count = 1
+    max_tokens: Count = 1
+    """Tokens of the longest trained text."""
+
+    @property
+    def facts(self) -> EngineCapabilities:
+        return EngineCapabilities(has_model=False)
+
+    @property
+    def max_engines(self) -> int:
+        return 0
+
+
+class EnginelessConfig(RunConfig):
+    """A job that has a trainer, and neither tasks nor engines."""
+
+    task: Tasks = []
+    rollout: RolloutConfig = NoRollouts()
+    weight_sync: WeightSyncConfig = WeightSyncConfig(transport="shm")
+    """Nothing is exported."""
