@@ -21,7 +21,7 @@ from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
-from asyncrl.config import load_any, load_config, load_sft
+from asyncrl.config import SftConfig, load_any, load_config, load_job
 from asyncrl.config.extended import extensions_text, refuse_broken
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.config.load import name_of_config, usage_hint
@@ -258,12 +258,12 @@ def sft(
     """
     from asyncrl.launch.fork_server import serving
 
-    loaded = load_sft(config, overrides or [])
+    loaded = load_job(SftConfig, config, overrides or [], run_dir=run_dir)
     with serving():
         with told_if_long("importing packages"):
-            from asyncrl.job.supervised import run_sft
+            from asyncrl.job.loop import run_job
 
-        code = run_sft(
+        code = run_job(
             loaded,
             run_dir,
             name=name_of_config(config),

@@ -26,7 +26,7 @@ from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_object
 from asyncrl.config import load_config
-from asyncrl.config.load import load_sft
+from asyncrl.config.load import load_any
 from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
@@ -439,7 +439,7 @@ def test_check_warns_of_what_trains_badly(line: str, here: Path) -> None:
 def test_check_warns_of_demonstrations_that_train_badly(here: Path) -> None:
     rows = here / "answers.jsonl"
     rows.write_text('{"prompt": "abc", "completion": "a"}\n' * 3)
-    config = load_sft(
+    config = load_any(
         ROOT / "configs/sft.yaml",
         [f"data.files=[{rows}]", f"data.eval_files=[{rows}]", "trainer.num_groups=4"]
         + ["trainer.warmup_steps=16"],

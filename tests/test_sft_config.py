@@ -13,7 +13,7 @@ from sft_cases import CHATML, GIVEN, GOOD, base_model
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.config import load_sft, run_config_yaml
+from asyncrl.config import load_any, run_config_yaml
 from asyncrl.config.load import checked
 from asyncrl.config.sft_config import SftConfig
 from asyncrl.job.resume import changed_keys
@@ -27,12 +27,12 @@ def sft_config(**sections: Any) -> SftConfig:
 
 
 def test_saved_settings_are_read_again(tmp_path: Path) -> None:
-    config = load_sft(ROOT / "configs/sft.yaml", ["data.epochs=3"])
+    config = load_any(ROOT / "configs/sft.yaml", ["data.epochs=3"])
     saved = tmp_path / "config.yaml"
     saved.write_text(run_config_yaml(config))
-    assert load_sft(saved) == config
+    assert load_any(saved) == config
     assert read_config(tmp_path).model == config.model
-    assert changed_keys(config, load_sft(saved, ["data.epochs=4"])) == {
+    assert changed_keys(config, load_any(saved, ["data.epochs=4"])) == {
         "data.epochs": (3, 4)
     }
 

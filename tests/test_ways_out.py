@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.cli import main
-from asyncrl.config import RunConfig
-from asyncrl.config.load import load_any, load_config, load_sft
+from asyncrl.config import RunConfig, SftConfig
+from asyncrl.config.load import load_any, load_config, load_job
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, described_nodes, single_node
 from asyncrl.launch.placement import place
@@ -136,7 +137,7 @@ COMMANDS = (
 """COMMAND -> words that it prints => COMMAND | COMMAND. Without the last part, the commands
 in the printed text are followed, with RUN_DIR and CONFIG as in the first command.
 """
-LOADERS = {"run": load_config, "sft": load_sft}
+LOADERS = {"run": load_config, "sft": partial(load_job, SftConfig)}
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from asyncrl.config.generator_config import OnOverflow as OnOverflow
     from asyncrl.config.generator_config import OnTimeout as OnTimeout
     from asyncrl.config.generator_config import Outcomes as Outcomes
+    from asyncrl.config.job_config import JobConfig as JobConfig
     from asyncrl.config.load import load_any as load_any
     from asyncrl.config.load import load_config as load_config
-    from asyncrl.config.load import load_sft as load_sft
+    from asyncrl.config.load import load_job as load_job
     from asyncrl.config.load import run_config_yaml as run_config_yaml
     from asyncrl.config.model_config import ModelConfig as ModelConfig
     from asyncrl.config.model_config import ScratchConfig as ScratchConfig
@@ -44,9 +45,10 @@ _FOUND_IN = {
     "OnOverflow": "generator_config",
     "OnTimeout": "generator_config",
     "Outcomes": "generator_config",
+    "JobConfig": "job_config",
     "load_any": "load",
     "load_config": "load",
-    "load_sft": "load",
+    "load_job": "load",
     "run_config_yaml": "load",
     "ModelConfig": "model_config",
     "ScratchConfig": "model_config",

@@ -11,6 +11,7 @@ from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.engineless_config import EnginelessConfig, NoRollouts
 from asyncrl.config.fields import Count, FrozenConfig, Seed
+from asyncrl.config.job_config import JobConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_config import PlacementConfig
@@ -83,10 +84,17 @@ class SftTrainerConfig(TrainerConfig):
     """Maximum number of steps (0 = the steps of data.epochs)."""
 
 
-class SftConfig(FrozenConfig):
+class SftConfig(JobConfig):
     """All settings of supervised fine-tuning: `data`, and sections of a run."""
 
     free_keys: ClassVar = ("launcher",)
+    about: ClassVar = "supervised fine-tuning"
+    command: ClassVar = "sft"
+    tag: ClassVar = "sft"
+    job: ClassVar = "asyncrl.job.supervised:SftJob"
+    check: ClassVar = "asyncrl.job.check:check_sft"
+    fixed: ClassVar = {"data.shuffle": "the order of rows follows from it"}
+    steps_keys: ClassVar = ("trainer.num_steps", "data.epochs")
 
     seed: Seed = 0
     """Seed of random weights and of the order of rows."""

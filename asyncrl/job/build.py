@@ -38,6 +38,7 @@ from asyncrl.job.resume import ResumePoint
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, ServerFactory
+from asyncrl.job.trainer_recovery import journaled_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import is_counted
@@ -77,8 +78,9 @@ async def build(
     """Build and start all components; `lifecycle` closes them."""
     config = lifecycle.config
     rollout = config.rollout
-    # First, so that it is closed after every component that writes to it.
-    journal, staging_dir = await _open_journal(lifecycle)
+    staging_dir = await make_staging_dir(lifecycle)
+    # Early, so that it is closed after every component that writes to it.
+    journal = await _open_journal(lifecycle)
     found = await check_everything(lifecycle)
     tasks = found.tasks
     pinned = dict(tasks) | {
@@ -112,7 +114,14 @@ async def build(
     # Before the fleet, whose specs contain the addresses that this reserves.
     await factory.hold(staging_dir)
     checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-    fleet = Fleet(lifecycle, factory, staging_dir, journal, checkpoints)
+    fleet = Fleet(
+        lifecycle,
+        factory,
+        staging_dir,
+        checkpoints,
+        note=journal.add_event_nowait,
+        batches=partial(journaled_batches, journal),
+    )
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
@@ -200,7 +209,17 @@ async def build(
     )
 
 
-async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
+async def _open_journal(lifecycle: Lifecycle) -> Journal:
+    journal = await asyncio.to_thread(
+        Journal.open,
+        journal_path(lifecycle.run_dir),
+        run_id=run_id(lifecycle.run_dir),
+    )
+    lifecycle.closes("journal", journal.aclose)
+    return journal
+
+
+async def make_staging_dir(lifecycle: Lifecycle) -> Path:
     given = lifecycle.config.weight_sync.disk_dir
     disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     # Exports of a killed run fill shared memory (None) or disk_dir until the next start
@@ -208,14 +227,9 @@ async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
-    path = journal_path(lifecycle.run_dir)
-    journal = await asyncio.to_thread(
-        Journal.open, path, run_id=run_id(lifecycle.run_dir)
-    )
-    lifecycle.closes("journal", journal.aclose)
     staging_dir = new_staging_dir(disk_dir)
     lifecycle.stack.callback(remove_staging_dir, staging_dir)
-    return journal, staging_dir
+    return staging_dir
 
 
 async def prepare_model(

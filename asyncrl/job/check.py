@@ -30,6 +30,7 @@ from asyncrl.base.host import exit_raises
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import (
     GeneratorConfig,
+    JobConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -124,13 +125,12 @@ class Found:
     tokenizer: HFChatTokenizer | None = None
 
 
-def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
+def check_lines(settings: JobConfig, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield what `asyncrl check` prints, warnings last. Raises ConfigError."""
-    is_sft = isinstance(config, SftConfig)
-    check: Callable[..., Iterator[str]] = _check_sft if is_sft else _check_run
+    check: Callable[..., Iterator[str]] = load_place(settings.check)
     doubts = list[str]()
     try:
-        for line in check(config, nodes):
+        for line in check(settings, nodes):
             if line.startswith("warning: "):
                 doubts.append(line)
             else:
@@ -142,7 +142,7 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from doubts
 
 
-def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
+def check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     extra = extra_servers(config)
     config, resolved = resolve_auto(config, nodes, extra)
     own = [other.model for other in extra_models(config).values()]
@@ -184,7 +184,7 @@ def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     refuse_over_capacity(plan, config)
 
 
-def check_reports(config: RunConfig | SftConfig) -> None:
+def check_reports(config: JobConfig) -> None:
     """Load the user code that a run reports to."""
     check_trackers(config.observe)
     if config.checkpoint.callback is not None:
@@ -196,7 +196,7 @@ def _disk_bytes(nodes: Sequence[Node]) -> int | None:
     return shutil.disk_usage(".").free if nodes[0].machine.is_here else None
 
 
-def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
+def check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
     run, resolved = resolve_auto(config.as_run(), nodes)
     fetch_architectures(config.model)
     check_reports(config)

@@ -21,8 +21,8 @@ from asyncrl.base.errors import (
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
-from asyncrl.config.load import writer_of
-from asyncrl.config.sft_config import MEAN_NLL
+from asyncrl.config.engineless_config import EnginelessConfig
+from asyncrl.config.load import job_forms, writer_of
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
 from asyncrl.launch.plan import find_architecture
@@ -283,10 +283,10 @@ def _write_card(
     """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    is_sft = config.algorithm == MEAN_NLL
+    job = read_settings(run_dir)
     is_on_hub = HUB_ID.fullmatch(base) is not None
-    settings = read_settings(run_dir).model_dump()
-    sources = settings.get("data") or settings["task"]
+    settings = job.model_dump()
+    (sources,) = (settings[key] for key in job_forms() if key in settings)
     sources = sources if isinstance(sources, list) else [sources]
     names = [one["dataset"] for one in sources]
     pinned = ModelPin(run_dir, config.model.source).revision
@@ -297,7 +297,7 @@ def _write_card(
         base_model=base if is_on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["asyncrl", "sft" if is_sft else "reinforcement-learning"],
+        tags=["asyncrl", job.tag],
         datasets=[name for name in names if name and HUB_ID.fullmatch(name)] or None,
         license=licence,
     )
@@ -316,13 +316,12 @@ def _write_card(
     steps = Steps(line for line in read_metrics(run_dir, []) if line["step"] <= version)
     oldest = max(steps.values("sample/staleness_max"), default=0.0)
     writer = writer_of(run_dir / "config.yaml") or __version__
-    what = "supervised fine-tuning" if is_sft else "reinforcement learning"
-    text = f"""# {name}, {version} steps of {what}
+    text = f"""# {name}, {version} steps of {job.about}
 
 {"Adapters" if adapter else "Weights"} of policy_version {version}, in {config.model.dtype}, trained with
 asyncrl {writer}: {steps.total("tokens/trained"):,.0f} trained tokens"""
-    if is_sft:
-        text += " of demonstrations.\n"
+    if isinstance(config, EnginelessConfig):
+        text += ".\n"
     else:
         text += f""", loss {config.algorithm.loss},
 advantage {config.algorithm.advantage}. Staleness: at most {config.buffer.max_staleness} versions

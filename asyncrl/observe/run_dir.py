@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import cut_at, lines_from_end
-from asyncrl.config import RunConfig, SftConfig
+from asyncrl.config import JobConfig, RunConfig
 from asyncrl.config.load import load_written
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
@@ -148,12 +148,11 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Return read_settings() as a run, also of supervised fine-tuning."""
-    config = read_settings(folder)
-    return config.as_run() if isinstance(config, SftConfig) else config
+    """Return read_settings() as a run, also of other jobs."""
+    return read_settings(folder).as_run()
 
 
-def read_settings(folder: Path) -> RunConfig | SftConfig:
+def read_settings(folder: Path) -> JobConfig:
     """Return the config that a run has started with, or was last resumed with. Raises
     ConfigError.
     """
