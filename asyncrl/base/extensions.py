@@ -79,6 +79,8 @@ class Extension:
     a Launcher; it raises ConfigError.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
+    `jobs`: places of kinds of jobs besides runs: of the JobConfig of each, by the section
+    that only its configs have.
     """
 
     about: str
@@ -88,6 +90,7 @@ class Extension:
     harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
     check: str = ""
+    jobs: Mapping[str, str] = field(default_factory=dict)
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
         """Import the settings that are added to a section."""
@@ -211,7 +214,8 @@ def switched_off_with(key: str) -> str | None:
     for name in found.off:
         # as in discover()
         with contextlib.suppress(Exception):
-            keys = found.sources[name].load().keys()
+            extension = found.sources[name].load()
+            keys = [*extension.keys(), *extension.jobs]
             if any(f".{key}".endswith(f".{one}") for one in keys):
                 return name
     return None

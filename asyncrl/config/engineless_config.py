@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.config.engine_kinds import EngineCapabilities
 from asyncrl.config.fields import Count
@@ -33,7 +33,12 @@ class NoRollouts(RolloutConfig):
 
 
 class EnginelessConfig(RunConfig):
-    """A job that has a trainer, and neither tasks nor engines."""
+    """A job that has a trainer, and neither tasks nor engines. A run directory of a kind
+    that no installed extension has is read as one.
+    """
+
+    about: ClassVar = "training"
+    tag: ClassVar = "training"
 
     task: Tasks = []
     rollout: RolloutConfig = NoRollouts()

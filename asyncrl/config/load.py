@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -21,16 +22,19 @@ from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.extensions import (
     SWITCH,
+    discover,
+    extensions,
+    load_place,
     missing_extensions,
     switched_off_with,
     written_extensions,
 )
+from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.extended import refuse_broken
 from asyncrl.config.fields import located
 from asyncrl.config.job_config import JobConfig
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
-from asyncrl.config.sft_config import SftConfig
 from asyncrl.config.task_config import TaskConfig
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -96,9 +100,17 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
 
 
+@cache
 def job_forms() -> dict[str, type[JobConfig]]:
     """Return the kinds of jobs, by the section that only a config of this kind has."""
-    return {"task": RunConfig, "data": SftConfig}
+    forms: dict[str, type[JobConfig]] = {"task": RunConfig}
+    for name, extension in extensions().items():
+        for section, place in extension.jobs.items():
+            try:
+                forms[section] = load_place(place)
+            except ConfigError as error:
+                discover().broken[name] = error.what
+    return forms
 
 
 def load_config(
@@ -144,7 +156,8 @@ def load_written(path: Path) -> JobConfig:
     Raises ConfigError.
     """
     values = _read_yaml(path)
-    form = _form_of(values)
+    section = _section_of_job(values)
+    form = job_forms()[section] if section else EnginelessConfig
     while True:
         try:
             return form.model_validate(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -44,6 +44,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import is_counted
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
+from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_dir import journal_path, read_evaluations
@@ -78,8 +79,7 @@ async def build(
     """Build and start all components; `lifecycle` closes them."""
     config = lifecycle.config
     rollout = config.rollout
-    staging_dir = await make_staging_dir(lifecycle)
-    # Early, so that it is closed after every component that writes to it.
+    # First, so that it is closed after every component that writes to it.
     journal = await _open_journal(lifecycle)
     found = await check_everything(lifecycle)
     tasks = found.tasks
@@ -102,26 +102,16 @@ async def build(
     )
 
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
-    factory = ServerFactory(
-        config,
+    fleet = await make_fleet(
+        lifecycle,
         placement,
         model_path,
         tokenizer,
-        lifecycle.run_dir,
-        lifecycle.launcher,
-        role_models=role_models,
-    )
-    # Before the fleet, whose specs contain the addresses that this reserves.
-    await factory.hold(staging_dir)
-    checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-    fleet = Fleet(
-        lifecycle,
-        factory,
-        staging_dir,
-        checkpoints,
+        role_models,
         note=journal.add_event_nowait,
         batches=partial(journaled_batches, journal),
     )
+    checkpoints = fleet.checkpoints
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
@@ -219,7 +209,35 @@ async def _open_journal(lifecycle: Lifecycle) -> Journal:
     return journal
 
 
-async def make_staging_dir(lifecycle: Lifecycle) -> Path:
+async def make_fleet(
+    lifecycle: Lifecycle,
+    placement: Placement,
+    model_path: Path,
+    tokenizer: HFChatTokenizer,
+    role_models: Mapping[str, Path] = MappingProxyType({}),
+    *,
+    note: Callable[[str, Mapping[str, object]], None],
+    batches: Callable[[int, int], AsyncIterator[Batch]],
+) -> Fleet:
+    """Make the trainer and all servers, which are not started. `note` and `batches`: as
+    of Fleet.
+    """
+    staging_dir = await _make_staging_dir(lifecycle)
+    factory = ServerFactory(
+        lifecycle.config,
+        placement,
+        model_path,
+        tokenizer,
+        lifecycle.run_dir,
+        lifecycle.launcher,
+        role_models=role_models,
+    )
+    # Before the fleet, whose specs contain the addresses that this reserves.
+    await factory.hold(staging_dir)
+    return Fleet(lifecycle, factory, staging_dir, note=note, batches=batches)
+
+
+async def _make_staging_dir(lifecycle: Lifecycle) -> Path:
     given = lifecycle.config.weight_sync.disk_dir
     disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     # Exports of a killed run fill shared memory (None) or disk_dir until the next start

@@ -30,11 +30,10 @@ from pathlib import Path
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.extensions import load_place
-from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import run_in_thread, span
-from asyncrl.config import JobConfig, run_config_yaml
+from asyncrl.config import JobConfig
 from asyncrl.job.build import build
 from asyncrl.job.check import check_reports
 from asyncrl.job.components import Components
@@ -127,25 +126,20 @@ class Job(TrainingJob):
     """A run: start -> catch up, if resumed -> train loop -> save -> close."""
 
     run: Components
+    unfinished: Sequence[UnfinishedGroup] = ()
+    """Groups of a resumed run that continue."""
 
     async def build(self) -> None:
         lifecycle = self.lifecycle
         run = await build(lifecycle, self.placement, self.reporter, self.point)
-        self.run, self.trainer, self.checkpointer = run, run.trainer, run.checkpointer
+        self.run, self.pins = run, run.pins
+        self.trainer, self.checkpointer = run.trainer, run.checkpointer
         lifecycle.servers = run.fleet.servers
         lifecycle.closes("producers", run.producers.aclose)
 
     async def train(self) -> None:
-        lifecycle, run = self.lifecycle, self.run
-        unfinished = await self._catch_up(run)
-        step = run.trainer.policy_version + 1
-        for name in record_code(lifecycle.run_dir, lifecycle.config, step):
-            lifecycle.log.warn(
-                f"{name} has changed since the run last started; steps before {step} used the old one"
-            )
-        self.reporter.on_training()
-        await self._start_services(run, unfinished)
-        await self._train_loop(run)
+        await self._start_services(self.run)
+        await self._train_loop(self.run)
 
     def start_guards(self) -> None:
         super().start_guards()
@@ -177,32 +171,29 @@ class Job(TrainingJob):
     def report_status(self, waits: Mapping[str, float]) -> None:
         self.reporter.status(self.run, waits)
 
-    async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
-        """Return the groups that continue."""
-        point = self.point
-        if point.is_new:
-            run.write_pins()
-            run.journal.note_nowait("order", run.feed.order)
-            return ()
+    async def restore(self) -> None:
+        point, run = self.point, self.run
         state = await run.journal.read_resume(point.version)
         self.lifecycle.log.activity(
             f"training again on {state.next_version - point.version} journaled batches"
         )
-        unfinished = await restore(run, self.reporter, point, state)
-        # a refused resume changes nothing
-        write_whole(
-            self.lifecycle.run_dir / "config.yaml",
-            run_config_yaml(self.lifecycle.config),
-        )
-        run.write_pins()
-        await point.set_damaged_aside(self.lifecycle.log)
-        # After the damaged ones have moved: one of them may have this version.
-        await run.checkpointer.after_catch_up(run.trainer.policy_version)
-        return unfinished
+        self.unfinished = await restore(run, self.reporter, point, state)
 
-    async def _start_services(
-        self, run: Components, unfinished: Sequence[UnfinishedGroup]
-    ) -> None:
+    async def catch_up(self) -> None:
+        await super().catch_up()
+        lifecycle, run = self.lifecycle, self.run
+        if self.point.is_new:
+            run.journal.note_nowait("order", run.feed.order)
+        else:
+            # After the damaged ones have moved: one of them may have this version.
+            await run.checkpointer.after_catch_up(run.trainer.policy_version)
+        step = run.trainer.policy_version + 1
+        for name in record_code(lifecycle.run_dir, lifecycle.config, step):
+            lifecycle.log.warn(
+                f"{name} has changed since the run last started; steps before {step} used the old one"
+            )
+
+    async def _start_services(self, run: Components) -> None:
         version = run.trainer.policy_version
         evaluation = run.evaluation
         on_rollout_engines = evaluation if run.fleet.eval_client is None else None
@@ -221,7 +212,7 @@ class Job(TrainingJob):
         if on_rollout_engines is not None and version == 0:
             on_rollout_engines.on_served_nowait(version)
         self.lifecycle.log.activity(TRAINING)
-        for group in unfinished:
+        for group in self.unfinished:
             run.producers.resume_nowait(group)
             # One group per loop iteration: a resume of thousands must not hold up
             # heartbeats.
@@ -240,7 +231,6 @@ class Job(TrainingJob):
         evaluation.stop_nowait()
 
     async def _train_loop(self, run: Components) -> None:
-        self.lifecycle.can_stop = True
         recording: asyncio.Future[None] | None = None
         try:
             while run.trainer.policy_version < self.lifecycle.config.trainer.num_steps:

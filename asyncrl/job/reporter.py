@@ -301,13 +301,13 @@ class Reporter:
         self._recorder.record_step({**metrics, **missing})
         self._console.show_step(metrics)
 
-    def supervised_step(
+    def step_alone(
         self,
         trainer: SupervisedTrainer,
         checkpointer: Checkpointer,
         report: TrainResponse,
     ) -> None:
-        """Report a step on demonstrations, which have no behaviour policy."""
+        """Report a step of a job without engines, whose tokens no policy sampled."""
         given = {
             name: value
             for name, value in report.metrics.items()
@@ -322,7 +322,7 @@ class Reporter:
             self.log.warn_once("skipped", text)
 
     def report_loss(self, version: int, loss: float, num_tokens: float) -> None:
-        """Report the loss of held-out demonstrations, a mean over their tokens."""
+        """Report the loss of held-out texts, a mean over their tokens."""
         line = {
             "step": version,
             "policy_version": version,

@@ -20,7 +20,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
-from asyncrl.config import RunConfig
+from asyncrl.config import JobConfig, RunConfig
 from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import job_forms, writer_of
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
@@ -30,6 +30,7 @@ from asyncrl.observe.run_dir import (
     ID_FILE,
     SUMMARY_FILE,
     journal_path,
+    note_unknown_kind,
     read_config,
     read_evaluations,
     read_metrics,
@@ -62,7 +63,12 @@ def export_run(
     of the export. `is_inside`: `out` may be in the run directory. Raises ConfigError,
     CheckpointError or AsyncrlError.
     """
-    config = read_config(run_dir)
+    job = read_settings(run_dir)
+    config = job.as_run()
+    unread: list[str] = []
+    note_unknown_kind(run_dir, job, unread)
+    for text in unread:
+        tell(text)
     out = out.expanduser().resolve()
     if adapter and config.trainer.lora is None:
         what = "--adapter: this run trains all weights (trainer.lora=none)"
@@ -87,7 +93,7 @@ def export_run(
                 base if adapter else None,
                 tell,
             )
-        _write_card(run_dir, config, version, base, unfinished, adapter=adapter)
+        _write_card(run_dir, job, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     name = f"{kind} of policy_version {version}"
@@ -273,7 +279,7 @@ def _load(
 
 def _write_card(
     run_dir: Path,
-    config: RunConfig,
+    job: JobConfig,
     version: int,
     base: str,
     folder: Path,
@@ -283,7 +289,7 @@ def _write_card(
     """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    job = read_settings(run_dir)
+    config = job.as_run()
     is_on_hub = HUB_ID.fullmatch(base) is not None
     settings = job.model_dump()
     (sources,) = (settings[key] for key in job_forms() if key in settings)

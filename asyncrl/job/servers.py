@@ -426,7 +426,6 @@ class Fleet:
         lifecycle: Lifecycle,
         factory: ServerFactory,
         staging_dir: Path,
-        checkpoints: Checkpoints,
         *,
         note: Callable[[str, Mapping[str, object]], None],
         batches: Callable[[int, int], AsyncIterator[Batch]],
@@ -441,6 +440,7 @@ class Fleet:
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
         self.supervision = lifecycle.supervision(note)
+        self.checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
         self.ranks = factory.trainers(staging_dir)
 
         def forget_ranks() -> None:
@@ -455,7 +455,7 @@ class Fleet:
             timeout_s=config.trainer.timeout_s,
             on_start=forget_ranks,
             bring_back=partial(
-                recover_trainer, checkpoints=checkpoints, batches=batches
+                recover_trainer, checkpoints=self.checkpoints, batches=batches
             ),
         )
         if config.weight_sync.facts.is_collective:

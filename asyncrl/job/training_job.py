@@ -30,10 +30,10 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.supervise import Server, ask_children
 from asyncrl.observe.console import logging_to
-from asyncrl.observe.run_dir import LOG_FILE, SUMMARY_FILE
+from asyncrl.observe.run_dir import CONFIG_FILE, LOG_FILE, SUMMARY_FILE
 from asyncrl.observe.watchdog import Reported, Watchdog
-from asyncrl.tasks.sources import CODE_PIN, DATA_PIN
-from asyncrl.trainer.model_folder import MODEL_PIN
+from asyncrl.tasks.sources import CODE_PIN, DATA_PIN, DataPin
+from asyncrl.trainer.model_folder import MODEL_PIN, ModelPin
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "status", "watchdog", "checkpoint ")
@@ -56,16 +56,19 @@ class TrainingJob(ABC):
     point: ResumePoint
     trainer: SupervisedTrainer = field(init=False)
     checkpointer: Checkpointer = field(init=False)
+    pins: tuple[ModelPin, DataPin] = field(init=False)
 
     @abstractmethod
     async def build(self) -> None:
-        """Build and start all parts, also `trainer` and `checkpointer`; `lifecycle` closes
-        them.
-        """
+        """Build and start all parts, which `lifecycle` closes, and set the fields above."""
+
+    @abstractmethod
+    async def restore(self) -> None:
+        """Restore the trainer and the reports of a resumed job."""
 
     @abstractmethod
     async def train(self) -> None:
-        """Restore what is resumed, and train to the last step or a signal."""
+        """Train to the last step or a signal."""
 
     async def live(self) -> int:
         lifecycle = self.lifecycle
@@ -77,6 +80,9 @@ class TrainingJob(ABC):
         # Before the journaled batches are trained on again: a trainer that dies during
         # that is restarted by its guard, while recover() waits.
         self.start_guards()
+        await self.catch_up()
+        self.reporter.on_training()
+        self.lifecycle.can_stop = True
         await self.train()
         await self.end()
         return lifecycle.exit_code
@@ -111,6 +117,16 @@ class TrainingJob(ABC):
         lifecycle.spawn(watchdog.run(), name="watchdog")
         lifecycle.spawn(self._report_status(watchdog), name="status")
         lifecycle.spawn(self.trainer.run(), name="watch trainer")
+
+    async def catch_up(self) -> None:
+        if not self.point.is_new:
+            await self.restore()
+            # a refused resume changes nothing
+            path = self.lifecycle.run_dir / CONFIG_FILE
+            write_whole(path, run_config_yaml(self.settings))
+        for pin in self.pins:
+            pin.write()
+        await self.point.set_damaged_aside(self.lifecycle.log)
 
     async def _report_status(self, watchdog: Watchdog) -> None:
         while True:
@@ -185,7 +201,7 @@ def opened_run_dir(
                 (folder / name).unlink(missing_ok=True)
         run_id(folder)  # before the config: only a run's directory has an id
         if point.is_new:
-            write_whole(folder / "config.yaml", run_config_yaml(config))
+            write_whole(folder / CONFIG_FILE, run_config_yaml(config))
         with logging_to(folder):
             yield folder.absolute(), point  # a reward may change the working directory
 

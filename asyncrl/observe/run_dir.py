@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, JournalError
+from asyncrl.base.extensions import missing_extensions
 from asyncrl.base.files import cut_at, lines_from_end
 from asyncrl.config import JobConfig, RunConfig
-from asyncrl.config.load import load_written
+from asyncrl.config.engineless_config import EnginelessConfig
+from asyncrl.config.load import extensions_of, load_written
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
 from asyncrl.observe.metrics import is_total
@@ -162,6 +164,16 @@ def read_settings(folder: Path) -> JobConfig:
             way_out="name the directory that `asyncrl run` printed.",
         )
     return load_written(folder / CONFIG_FILE)
+
+
+def note_unknown_kind(folder: Path, settings: JobConfig, problems: list[str]) -> None:
+    """Report settings of a job whose kind no installed extension has."""
+    if isinstance(settings, EnginelessConfig):
+        missing = " and ".join(missing_extensions(extensions_of(folder / CONFIG_FILE)))
+        tell(
+            problems,
+            f"{CONFIG_FILE} has no section of a known kind of job; to read all of it, install {missing}",
+        )
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:

@@ -85,14 +85,22 @@ class SftTrainerConfig(TrainerConfig):
 
 
 class SftConfig(JobConfig):
-    """All settings of supervised fine-tuning: `data`, and sections of a run."""
+    """Train on demonstrations (supervised fine-tuning), without engines. RUN_DIR/final
+    can be model.path of a run.
+
+    Exit codes and resumes as of `asyncrl run`.
+
+    For example:
+      asyncrl sft configs/sft.yaml --run-dir runs/sft
+      asyncrl sft configs/sft.yaml data.epochs=2
+    """
 
     free_keys: ClassVar = ("launcher",)
     about: ClassVar = "supervised fine-tuning"
     command: ClassVar = "sft"
     tag: ClassVar = "sft"
-    job: ClassVar = "asyncrl.job.supervised:SftJob"
-    check: ClassVar = "asyncrl.job.check:check_sft"
+    job: ClassVar = "asyncrl.extensions.sft.sft_job:SftJob"
+    check: ClassVar = "asyncrl.extensions.sft.sft_check:check_sft"
     fixed: ClassVar = {"data.shuffle": "the order of rows follows from it"}
     steps_keys: ClassVar = ("trainer.num_steps", "data.epochs")
 

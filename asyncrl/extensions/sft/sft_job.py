@@ -13,17 +13,20 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from asyncrl.base.files import write_whole
 from asyncrl.base.waits import span
-from asyncrl.config import SftConfig, run_config_yaml
-from asyncrl.job.build import make_staging_dir, prepare_model
+from asyncrl.extensions.sft.demonstrations import (
+    DemonstrationFeed,
+    Demonstrations,
+    held_out_batches,
+    read_demonstrations,
+)
+from asyncrl.extensions.sft.sft_config import SftConfig
+from asyncrl.job.build import make_fleet, prepare_model
 from asyncrl.job.check import positions_of
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import has_trained_all, show_done
-from asyncrl.job.servers import Fleet, ServerFactory
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.job.training_job import TrainingJob
-from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
 from asyncrl.observe.console import TRAINING
@@ -34,12 +37,6 @@ from asyncrl.observe.run_dir import (
     read_object,
 )
 from asyncrl.observe.watchdog import Reported
-from asyncrl.rollouts.demonstrations import (
-    DemonstrationFeed,
-    Demonstrations,
-    held_out_batches,
-    read_demonstrations,
-)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.sources import DATA_PIN, DataPin
 from asyncrl.trainer.model_folder import ModelPin
@@ -49,7 +46,6 @@ from asyncrl.trainer.model_folder import ModelPin
 class SftData:
     train: Demonstrations
     held_out: Demonstrations | None
-    pins: tuple[ModelPin, DataPin]
     model_path: Path
     tokenizer: HFChatTokenizer
     feed: DemonstrationFeed
@@ -102,8 +98,8 @@ class SftJob(TrainingJob):
             config.seed,
             is_shuffled=config.data.shuffle,
         )
-        both = (model_pin, data_pin)
-        return SftData(train, held_out, both, model_path, tokenizer, feed)
+        self.pins = (model_pin, data_pin)
+        return SftData(train, held_out, model_path, tokenizer, feed)
 
     def _is_done(self) -> bool:
         """Set the number of steps; return whether an earlier start has trained them all
@@ -125,26 +121,15 @@ class SftJob(TrainingJob):
         return False
 
     async def build(self) -> None:
-        lifecycle, config, data = self.lifecycle, self.lifecycle.config, self.data
+        lifecycle, data = self.lifecycle, self.data
         for rows in filter(None, (data.train, data.held_out)):
             for text in rows.warnings(data.tokenizer):
                 lifecycle.log.warn(text)
-        staging_dir = await make_staging_dir(lifecycle)
-        factory = ServerFactory(
-            config,
+        fleet = await make_fleet(
+            lifecycle,
             self.placement,
             data.model_path,
             data.tokenizer,
-            lifecycle.run_dir,
-            lifecycle.launcher,
-        )
-        await factory.hold(staging_dir)
-        checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-        fleet = Fleet(
-            lifecycle,
-            factory,
-            staging_dir,
-            checkpoints,
             note=self.note,
             batches=partial(_batches, data.feed),
         )
@@ -152,7 +137,7 @@ class SftJob(TrainingJob):
         await fleet.start(0)
         self.trainer = fleet.trainer
         self.checkpointer = Checkpointer(
-            checkpoints, fleet.trainer, None, dict, lifecycle
+            fleet.checkpoints, fleet.trainer, None, dict, lifecycle
         )
 
     def reported(self) -> Reported:
@@ -161,29 +146,20 @@ class SftJob(TrainingJob):
         measured = {"evaluation/ended": self.num_measured}
         return replace(known, marks={**known.marks, **measured})
 
-    async def _restore(self) -> None:
-        point, run_dir = self.point, self.lifecycle.run_dir
-        if point.is_new:
-            return
+    async def restore(self) -> None:
+        version, feed = self.point.version, self.data.feed
         # No batch: the training continues from there.
         await self.trainer.recover(
-            point.trainer_dir, lambda: _batches(self.data.feed, 0, 0), lambda *_: None
+            self.point.trainer_dir, lambda: _batches(feed, 0, 0), lambda *_: None
         )
         # From here on nothing refuses, so the records of later steps may go.
-        write_whole(run_dir / "config.yaml", run_config_yaml(self.settings))
         with suppress(FileNotFoundError):
-            cut_steps(run_dir / EVAL_FILE, point.version)
-        self.reporter.resume_at(point.version, {})
-        await point.set_damaged_aside(self.lifecycle.log)
+            cut_steps(self.lifecycle.run_dir / EVAL_FILE, version)
+        self.reporter.resume_at(version, {})
 
     # ---- the training
 
     async def train(self) -> None:
-        await self._restore()
-        for pin in self.data.pins:
-            pin.write()
-        self.reporter.on_training()
-        self.lifecycle.can_stop = True
         trainer, held_out = self.trainer, self.data.held_out
         num_steps = self.lifecycle.config.trainer.num_steps
         every = self.settings.data.eval_every or self.data.feed.steps_per_epoch
@@ -207,7 +183,7 @@ class SftJob(TrainingJob):
             if held_out is not None and is_due(version):
                 await self._measure(trainer, held_out.rows, version)
             # Before the checkpoint, which makes the line durable.
-            self.reporter.supervised_step(trainer, self.checkpointer, report)
+            self.reporter.step_alone(trainer, self.checkpointer, report)
             await self.checkpointer.after_step(version)
 
     async def _measure(
