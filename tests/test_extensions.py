@@ -17,7 +17,7 @@ from installed_extension import RECORD, SETTINGS, install, python
 from job_runs import ROOT, environment, write_config
 
 from asyncrl.base.extensions import AddedField, discover, extensions
-from asyncrl.config.load import load_config, run_config_yaml, sections
+from asyncrl.config.load import load_any, run_config_yaml, sections
 
 QUICKSTART = "configs/quickstart.yaml"
 OWN = sorted(path.parent.name for path in ROOT.glob("asyncrl/extensions/*/__init__.py"))
@@ -32,8 +32,11 @@ USES = {
         "launcher=ray",
         "no installed extension has this launcher; known are local",
     ),
+    "sft": ("seed=0", f"data in configs/sft.yaml {UNKNOWN}"),
 }
 """A setting that uses an extension, and its refusal, for each of asyncrl's own."""
+USED_IN = {"sft": "configs/sft.yaml"}
+"""Its config, unless it is QUICKSTART."""
 MAY_NAME: dict[str, dict[str, str]] = {
     "openenv": {},
     "ray": {
@@ -41,6 +44,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
         "asyncrl/config/run_config.py": "a way out",
         "asyncrl/launch/cluster_file.py": "the files start Ray",
     },
+    "sft": {"asyncrl/tasks/task.py": "a way out"},
 }
 """Files of the core whose code may name an extension, with the reason."""
 
@@ -291,7 +295,8 @@ def test_config_of_a_run_is_read_without_the_extension(
     name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(run_config_yaml(load_config(ROOT / QUICKSTART, [USES[name][0]])))
+    config = load_any(ROOT / USED_IN.get(name, QUICKSTART), [USES[name][0]])
+    path.write_text(run_config_yaml(config))
     program = (
         "import sys; from pathlib import Path; from asyncrl.config import load as load; "
         "print(load.load_written(Path(sys.argv[1])).seed)"
@@ -365,7 +370,7 @@ def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
         done = asyncrl(*arguments)
         assert done.returncode == 0, done.stderr
     override, says = USES[name]
-    done = asyncrl("check", QUICKSTART, override)
+    done = asyncrl("check", USED_IN.get(name, QUICKSTART), override)
     assert done.returncode == 2
     assert says in done.stderr
 

@@ -231,7 +231,7 @@ NOT_FOLLOWED = {
     "job/serve.py": "asyncrl serve gateway, which would not end",
     "launch/cluster_file.py": "asyncrl launch: test_ways_out.py",
     "launch/plan.py": "a model of experts",
-    "rollouts/demonstrations.py": "test_sft_data.py",
+    "extensions/sft/demonstrations.py": "test_sft_data.py",
     "tasks/judge.py": "an endpoint that answers",
     "trainer/build_model.py": "the trainer's device",
     "trainer/lora.py": "a model without linear layers",
@@ -436,6 +436,7 @@ def test_check_warns_of_what_trains_badly(line: str, here: Path) -> None:
     assert is_said(words, "\n".join(said))
 
 
+@pytest.mark.extension("sft")
 def test_check_warns_of_demonstrations_that_train_badly(here: Path) -> None:
     rows = here / "answers.jsonl"
     rows.write_text('{"prompt": "abc", "completion": "a"}\n' * 3)

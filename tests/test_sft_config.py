@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.config import load_any, run_config_yaml
 from asyncrl.config.load import checked
-from asyncrl.config.sft_config import SftConfig
+from asyncrl.extensions.sft.sft_config import SftConfig
 from asyncrl.job.resume import changed_keys
 from asyncrl.observe.run_dir import read_config
 
+pytestmark = pytest.mark.extension("sft")
 ROOT = Path(__file__).parents[1]
 
 

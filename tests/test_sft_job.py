@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from installed_extension import python
 from job_runs import (
     Ended,
     children_of,
@@ -30,7 +31,11 @@ from asyncrl.observe.read_run import read_run
 from asyncrl.observe.report_page import view_run
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.extension("sft"),
+]
 SFT = [sys.executable, "-m", "asyncrl.cli", "sft"]
 NUM_STEPS = 120
 EVERY = 25
@@ -200,6 +205,23 @@ def test_commands_show_the_run(whole: Path) -> None:
     assert "eval/loss" in (whole / "report.html").read_text()
     shown("inspect", str(whole))
     assert read_run(whole).evaluations["eval/loss"]
+
+
+def test_run_is_read_without_the_extension(whole: Path, tmp_path: Path) -> None:
+    def said(*arguments: str | Path) -> str:
+        done = python("-m", "asyncrl", *arguments, ASYNCRL_EXTENSIONS="core")
+        assert done.returncode == (2 if "check" in arguments else 0), done.stderr
+        return done.stdout + done.stderr
+
+    status = said("status", whole, "--json")
+    (problem,) = json.loads(status)["problems"]
+    assert "sft 0" in problem.partition("to read all of it, install ")[2]
+    assert "120 of 120" in said("status", whole)
+    said("report", whole)
+    said("inspect", whole)
+    assert problem in said("export", whole, tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").is_file()
+    assert "it is of the extension sft" in said("check", whole / "config.yaml")
 
 
 def test_final_is_the_model_of_a_run(whole: Path, tmp_path: Path) -> None:

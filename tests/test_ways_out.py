@@ -21,8 +21,8 @@ from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.cli import main
-from asyncrl.config import RunConfig, SftConfig
-from asyncrl.config.load import load_any, load_config, load_job
+from asyncrl.config import RunConfig
+from asyncrl.config.load import job_forms, load_any, load_job
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, described_nodes, single_node
 from asyncrl.launch.placement import place
@@ -69,8 +69,7 @@ NOT_PROVOKED = {
     "it is not key=value": "the end of the refusal of an override",
     "there are several; say which one, and its key: {}": "the end of such a refusal",
     "no setting, section or meaning has {}{}": "of asyncrl keys; test_cli.py",
-    "{} has a section data, so it is for supervised fine-tuning": "COMMANDS",
-    "{} has a section task, so it is for reinforcement learning": "COMMANDS",
+    "{} has a section {}, so it is for {}": "COMMANDS",
 }
 """Refusals that no line of settings provokes, with the reason."""
 
@@ -108,7 +107,13 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.extension("sft")] * (line[:3] == "SFT"))
+        for line in REFUSED
+    ],
+)
 def test_each_way_out_of_a_refusal_is_taken(line: str) -> None:
     mistake, says, ways = parts_of(line)
     typed = typed_of(mistake)
@@ -122,6 +127,7 @@ def test_what_can_work_is_taken(line: str) -> None:
     assert check(typed_of(line)) is None
 
 
+@pytest.mark.extension("sft")
 def test_each_refusal_of_settings_is_met() -> None:
     said = [check(typed_of(parts_of(line)[0])) for line in REFUSED]
     met = {name_of(one) for one in said if one is not None}
@@ -137,7 +143,7 @@ COMMANDS = (
 """COMMAND -> words that it prints => COMMAND | COMMAND. Without the last part, the commands
 in the printed text are followed, with RUN_DIR and CONFIG as in the first command.
 """
-LOADERS = {"run": load_config, "sft": partial(load_job, SftConfig)}
+LOADERS = {form.command: partial(load_job, form) for form in job_forms().values()}
 
 
 @pytest.fixture

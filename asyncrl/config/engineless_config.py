@@ -6,12 +6,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.engine_kinds import EngineCapabilities
 from asyncrl.config.fields import Count
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.task_config import Tasks
 from asyncrl.config.weight_sync_config import WeightSyncConfig
+
+MEAN_NLL = AlgorithmConfig(
+    loss="reinforce", advantage="asyncrl.algorithms.advantages:unchanged"
+)
+"""-advantage * logprob, averaged over tokens: with the advantage 1 of every text, the
+mean negative log-likelihood.
+"""
 
 
 class NoRollouts(RolloutConfig):
@@ -42,5 +50,6 @@ class EnginelessConfig(RunConfig):
 
     task: Tasks = []
     rollout: RolloutConfig = NoRollouts()
+    algorithm: AlgorithmConfig = MEAN_NLL
     weight_sync: WeightSyncConfig = WeightSyncConfig(transport="shm")
     """Nothing is exported."""

@@ -25,6 +25,13 @@ NEEDED = {
         "configs/gsm8k-qwen2.5-7b-2x8gpu.yaml",
         "docs/clusters.md",
     ],
+    "sft": [
+        "configs/sft.yaml",
+        "docs/sft.md",
+        "docs/sft-then-rl.md",
+        "examples/sft_then_rl/rl.yaml",
+        "examples/sft_then_rl/sft.yaml",
+    ],
 }
 """Pages and configs with settings of an extension."""
 

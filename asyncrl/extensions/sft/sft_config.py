@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
-from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.engineless_config import EnginelessConfig, NoRollouts
 from asyncrl.config.fields import Count, FrozenConfig, Seed
@@ -26,12 +25,6 @@ IGNORED = {
     "observe": ("traces",),
 }
 """Keys of shared sections that only a run with rollouts reads."""
-MEAN_NLL = AlgorithmConfig(
-    loss="reinforce", advantage="asyncrl.algorithms.advantages:unchanged"
-)
-"""-advantage * logprob, averaged over tokens: with the advantage 1 of every row, the
-mean negative log-likelihood.
-"""
 
 
 class DataConfig(FrozenConfig):
@@ -133,7 +126,6 @@ class SftConfig(JobConfig):
         return EnginelessConfig(
             **shared,
             rollout=NoRollouts(max_tokens=max_tokens),
-            algorithm=MEAN_NLL,
         )
 
     def conflicts(self) -> Iterator[str]:
