@@ -35,7 +35,7 @@ class JobConfig(FrozenConfig):
     fixed: ClassVar[Mapping[str, str]] = {}
     steps_keys: ClassVar[tuple[str, ...]] = ("trainer.num_steps",)
 
-    if TYPE_CHECKING:  # A form has them in its own order, with its own texts.
+    if TYPE_CHECKING:  # Forms differ in their order and texts.
         seed: int
         launcher: str
         model: ModelConfig

@@ -231,6 +231,7 @@ class Job(TrainingJob):
         evaluation.stop_nowait()
 
     async def _train_loop(self, run: Components) -> None:
+        self.lifecycle.can_stop = True
         recording: asyncio.Future[None] | None = None
         try:
             while run.trainer.policy_version < self.lifecycle.config.trainer.num_steps:

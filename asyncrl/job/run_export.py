@@ -30,12 +30,12 @@ from asyncrl.observe.run_dir import (
     ID_FILE,
     SUMMARY_FILE,
     journal_path,
-    note_unknown_kind,
     read_config,
     read_evaluations,
     read_metrics,
     read_object,
     read_settings,
+    tell_unknown_kind,
 )
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
@@ -65,10 +65,7 @@ def export_run(
     """
     job = read_settings(run_dir)
     config = job.as_run()
-    unread: list[str] = []
-    note_unknown_kind(run_dir, job, unread)
-    for text in unread:
-        tell(text)
+    tell_unknown_kind(run_dir, job, tell)
     out = out.expanduser().resolve()
     if adapter and config.trainer.lora is None:
         what = "--adapter: this run trains all weights (trainer.lora=none)"

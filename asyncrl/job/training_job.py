@@ -82,7 +82,6 @@ class TrainingJob(ABC):
         self.start_guards()
         await self.catch_up()
         self.reporter.on_training()
-        self.lifecycle.can_stop = True
         await self.train()
         await self.end()
         return lifecycle.exit_code
@@ -148,7 +147,7 @@ class TrainingJob(ABC):
         await self.save()
         await self.checkpointer.wait_callbacks()
 
-    # ---- what kinds of jobs do in their own way
+    # ---- parts that differ between kinds of jobs
 
     def reported(self) -> Reported:
         """Return what the watchdog compares."""

@@ -22,12 +22,12 @@ from asyncrl.config import RunConfig
 from asyncrl.observe.run_dir import (
     TRAINED_FILE,
     judge_state,
-    note_unknown_kind,
     read_evaluations,
     read_lines,
     read_metrics,
     read_settings,
     read_status,
+    tell_unknown_kind,
 )
 from asyncrl.observe.run_numbers import Steps, duration, seconds_left
 from asyncrl.observe.samples import ShownRollout, read_samples
@@ -49,7 +49,7 @@ class RunRecord:
         self.run_dir = run_dir
         self.problems: list[str] = []
         settings = read_settings(run_dir)
-        note_unknown_kind(run_dir, settings, self.problems)
+        tell_unknown_kind(run_dir, settings, self.problems.append)
         self.config: RunConfig = settings.as_run()
         self.status = read_status(run_dir, self.problems)
         self.state, self.why = judge_state(self.status, run_dir)

@@ -166,12 +166,13 @@ def read_settings(folder: Path) -> JobConfig:
     return load_written(folder / CONFIG_FILE)
 
 
-def note_unknown_kind(folder: Path, settings: JobConfig, problems: list[str]) -> None:
-    """Report settings of a job whose kind no installed extension has."""
+def tell_unknown_kind(
+    folder: Path, settings: JobConfig, report: Callable[[str], object]
+) -> None:
+    """Report a job whose kind no installed extension has."""
     if isinstance(settings, EnginelessConfig):
         missing = " and ".join(missing_extensions(extensions_of(folder / CONFIG_FILE)))
-        tell(
-            problems,
+        report(
             f"{CONFIG_FILE} has no section of a known kind of job; to read all of it, install {missing}",
         )
 

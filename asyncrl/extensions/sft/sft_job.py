@@ -160,6 +160,7 @@ class SftJob(TrainingJob):
     # ---- the training
 
     async def train(self) -> None:
+        self.lifecycle.can_stop = True
         trainer, held_out = self.trainer, self.data.held_out
         num_steps = self.lifecycle.config.trainer.num_steps
         every = self.settings.data.eval_every or self.data.feed.steps_per_epoch
