@@ -147,7 +147,8 @@ def load_job(
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Read a config of any kind of job. Raises ConfigError."""
-    return load_job(_form_of(_read_yaml(path)), path, overrides)
+    section = _section_of_job(_read_yaml(path))
+    return load_job(job_forms().get(section, RunConfig), path, overrides)
 
 
 def load_written(path: Path) -> JobConfig:
@@ -184,13 +185,9 @@ def _drop(values: Any, places: Iterable[Sequence[int | str]]) -> bool:
 
 
 def _section_of_job(values: object) -> str:
-    """Return the section that says the kind of job: of two, not that of a run."""
+    """Return the section that says the kind of job, or an empty text."""
     given = values if isinstance(values, Mapping) else {}
-    return next((name for name in reversed(job_forms()) if name in given), "")
-
-
-def _form_of(values: object) -> type[JobConfig]:
-    return job_forms().get(_section_of_job(values), RunConfig)
+    return next((name for name in job_forms() if name in given), "")
 
 
 _WRITTEN_BY = "# asyncrl "
