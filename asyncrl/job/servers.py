@@ -213,7 +213,7 @@ class ServerFactory:
             else "memory"
             if num_memories == 1
             else "memories",
-            canary_tokens=self._canary_tokens(),
+            canary_tokens=self._canary_tokens() if placement.engines else 0,
             measures_gap=config.rollout.facts.has_model,
             pinned_length=config.rollout.max_length
             if config.rollout.facts.pins_length
@@ -318,11 +318,10 @@ class ServerFactory:
 
     def _canary_tokens(self) -> int:
         """Return the number of tokens whose logprobs each push compares; 0: none."""
-        rollout = self.config.rollout
-        if not rollout.facts.has_model or self.config.weight_sync.canary_limit is None:
+        longest = KINDS[self.config.rollout.engine].canary_tokens
+        if not longest or self.config.weight_sync.canary_limit is None:
             return 0
-        longest = KINDS[rollout.engine].canary_tokens
-        return longest and max(2, min(longest, self.config.rollout.max_length - 1))
+        return max(2, min(longest, self.config.rollout.max_length - 1))
 
     def _process(
         self,

@@ -897,16 +897,12 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    engines = [
-        ENGINES[server.engine]
-        for server in placement.extra_servers.values()
-        if server.engine is not None
-    ]
-    if config.rollout.external_urls is None:
-        engines.append(config.rollout.facts)
-    for engine in engines if is_local else ():
-        if engine.package is not None:
-            find_python(config.rollout, engine.package)
+    kinds = [server.engine for server in placement.extra_servers.values()]
+    if placement.engines and config.rollout.external_urls is None:
+        kinds.append(config.rollout.engine)
+    for kind in kinds if is_local else ():
+        if kind is not None and (package := ENGINES[kind].package) is not None:
+            find_python(config.rollout, package)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:
             held = [
