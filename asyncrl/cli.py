@@ -22,10 +22,10 @@ from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_tra
 from asyncrl.base.extensions import discover, extensions, load_place, rows
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
-from asyncrl.config import load_any, load_config, load_sft
+from asyncrl.config import JobConfig, RunConfig, load_any, load_config
 from asyncrl.config.extended import extensions_text, refuse_broken
 from asyncrl.config.generator_config import HARNESSES
-from asyncrl.config.load import name_of_config, usage_hint
+from asyncrl.config.load import job_forms, load_job, name_of_config, usage_hint
 
 Option = functools.partial(typer.Option, show_default=False)
 Argument = functools.partial(typer.Argument, show_default=False)
@@ -223,9 +223,20 @@ def run(
       asyncrl run configs/quickstart.yaml --run-dir runs/mine
       asyncrl run configs/quickstart.yaml buffer.max_staleness=0 trainer.num_steps=100
     """
+    _train(RunConfig, config, overrides, run_dir, resume, allow_change)
+
+
+def _train(
+    form: type[JobConfig],
+    config: Path,
+    overrides: Texts,
+    run_dir: File,
+    resume: str,
+    allow_change: Texts,
+) -> None:
     from asyncrl.launch.fork_server import serving
 
-    loaded = load_config(config, overrides or [], run_dir=run_dir)
+    loaded = load_job(form, config, overrides or [], run_dir=run_dir)
     with serving():  # imports for children run in parallel
         with told_if_long("importing packages"):
             from asyncrl.job.loop import run_job
@@ -240,46 +251,20 @@ def run(
     _exit(code)
 
 
-@command()
-def sft(
-    config: Annotated[
-        Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/sft.yaml.")
-    ],
-    overrides: Overrides = None,
-    run_dir: Annotated[
-        File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")
-    ] = None,
-    resume: Annotated[
-        str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")
-    ] = "auto",
-    allow_change: Annotated[
-        Texts, Option(help="Key or section that may change in a resumed run.")
-    ] = None,
-) -> None:
-    """Train on demonstrations (supervised fine-tuning), without engines. RUN_DIR/final
-    can be model.path of a run.
+def _job_command(form: type[JobConfig]) -> Callable[..., None]:
+    """Return the command of another kind of job, with the options of `asyncrl run`."""
 
-    Exit codes and resumes as of `asyncrl run`.
+    @functools.wraps(run)
+    def start(**given: Any) -> None:
+        _train(form, **given)
 
-    For example:
-      asyncrl sft configs/sft.yaml --run-dir runs/sft
-      asyncrl sft configs/sft.yaml data.epochs=2
-    """
-    from asyncrl.launch.fork_server import serving
+    start.__doc__ = form.__doc__
+    return start
 
-    loaded = load_sft(config, overrides or [])
-    with serving():
-        with told_if_long("importing packages"):
-            from asyncrl.job.supervised import run_sft
 
-        code = run_sft(
-            loaded,
-            run_dir,
-            name=name_of_config(config),
-            resume=resume,
-            allow_change=allow_change or [],
-        )
-    _exit(code)
+for _form in job_forms().values():
+    if _form is not RunConfig:
+        command(_form.command)(_job_command(_form))
 
 
 @command()
@@ -593,7 +578,7 @@ def export(
         bool, Option("--adapter", help="LoRA: only the adapters, not merged.")
     ] = False,
     samples: Annotated[
-        bool, Option("--samples", help="Rollouts as messages, for `asyncrl sft`.")
+        bool, Option("--samples", help="Rollouts as messages, for fine-tuning.")
     ] = False,
     min_reward: Annotated[
         float | None, Option(help="Of --samples: only rollouts with this reward.")

@@ -90,8 +90,11 @@ def make_rows(path: Path, num_rows: int) -> None:
 
 def run_ours(case: SftCase, result: str) -> None:
     from asyncrl.config import TrainerConfig
-    from asyncrl.config.sft_config import MEAN_NLL
-    from asyncrl.rollouts.demonstrations import DemonstrationFeed, demonstration_of
+    from asyncrl.config.engineless_config import MEAN_NLL
+    from asyncrl.extensions.sft.demonstrations import (
+        DemonstrationFeed,
+        demonstration_of,
+    )
     from asyncrl.rollouts.tokenizer import HFChatTokenizer
     from asyncrl.trainer.rank_process import TrainerService
     from asyncrl.trainer.trainer_client import pack_groups
@@ -272,7 +275,7 @@ def main() -> None:
 
 def num_tokens_of(case: SftCase) -> int:
     """Return the tokens of all rows, prompts included."""
-    from asyncrl.rollouts.demonstrations import demonstration_of
+    from asyncrl.extensions.sft.demonstrations import demonstration_of
     from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
     tokenizer = HFChatTokenizer(case.model_path)

@@ -13,8 +13,9 @@ from printed_texts import types_in
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import RunConfig, SftConfig, load_config, run_config_yaml
+from asyncrl.config import load_config, run_config_yaml
 from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.load import job_forms
 
 GOOD = """
 model: {path: some/model}
@@ -235,7 +236,7 @@ def numbers_of(form: type[BaseModel], seen: set[type]) -> Iterator[tuple[type, s
 
 NUMBERS = [
     pytest.param(form, name, id=f"{form.__name__}.{name}")
-    for root in (RunConfig, SftConfig)
+    for root in job_forms().values()
     for form, name in numbers_of(root, set())
 ]
 

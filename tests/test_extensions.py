@@ -17,7 +17,7 @@ from installed_extension import RECORD, SETTINGS, install, python
 from job_runs import ROOT, environment, write_config
 
 from asyncrl.base.extensions import AddedField, discover, extensions
-from asyncrl.config.load import load_config, run_config_yaml, sections
+from asyncrl.config.load import load_any, run_config_yaml, sections
 
 QUICKSTART = "configs/quickstart.yaml"
 OWN = sorted(path.parent.name for path in ROOT.glob("asyncrl/extensions/*/__init__.py"))
@@ -48,8 +48,11 @@ USES = {
         "teacher.path=a/b algorithm.distill_weight=1",
         f"teacher on the command line {UNKNOWN}",
     ),
+    "sft": ("seed=0", f"data in configs/sft.yaml {UNKNOWN}"),
 }
 """Settings that use an extension, and their refusal, for each of asyncrl's own."""
+USED_IN = {"sft": "configs/sft.yaml"}
+"""Its config, unless it is QUICKSTART."""
 MAY_NAME: dict[str, dict[str, str]] = {
     "openenv": {},
     "ray": {
@@ -75,6 +78,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
         "asyncrl/messages/tokens.py": "columns for the distillation loss",
         "asyncrl/trainer/objective.py": "the distillation loss",
     },
+    "sft": {"asyncrl/tasks/task.py": "a way out"},
 }
 """Files of the core whose code may name an extension, with the reason."""
 CALLED = {
@@ -395,9 +399,8 @@ def test_config_of_a_run_is_read_without_the_extension(
     name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(
-        run_config_yaml(load_config(ROOT / QUICKSTART, USES[name][0].split()))
-    )
+    config = load_any(ROOT / USED_IN.get(name, QUICKSTART), USES[name][0].split())
+    path.write_text(run_config_yaml(config))
     program = (
         "import sys; from pathlib import Path; from asyncrl.config import load as load; "
         "print(load.load_written(Path(sys.argv[1])).seed)"
@@ -476,7 +479,7 @@ def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
         done = asyncrl(*arguments)
         assert done.returncode == 0, done.stderr
     overrides, says = USES[name]
-    done = asyncrl("check", QUICKSTART, *overrides.split())
+    done = asyncrl("check", USED_IN.get(name, QUICKSTART), *overrides.split())
     assert done.returncode == 2
     assert says in done.stderr
 

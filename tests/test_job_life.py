@@ -75,7 +75,7 @@ def make_job(
         on_end=reporter.finish,
         on_exit=reporter.aclose,
     )
-    return Job(life, reporter, None, point)  # type: ignore[arg-type]
+    return Job(config, life, reporter, None, point)  # type: ignore[arg-type]
 
 
 async def for_ever(*_: object) -> None:

@@ -26,7 +26,7 @@ from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_object
 from asyncrl.config import load_config
-from asyncrl.config.load import load_sft
+from asyncrl.config.load import load_any
 from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
@@ -235,7 +235,7 @@ NOT_FOLLOWED = {
     "job/serve.py": "asyncrl serve gateway, which would not end",
     "launch/cluster_file.py": "asyncrl launch: test_ways_out.py",
     "launch/plan.py": "a model of experts",
-    "rollouts/demonstrations.py": "test_sft_data.py",
+    "extensions/sft/demonstrations.py": "test_sft_data.py",
     "trainer/build_model.py": "the trainer's device",
     "trainer/lora.py": "a model without linear layers",
     "trainer/model_folder.py": "a quantised model",
@@ -439,10 +439,11 @@ def test_check_warns_of_what_trains_badly(line: str, here: Path) -> None:
     assert is_said(words, "\n".join(said))
 
 
+@pytest.mark.extension("sft")
 def test_check_warns_of_demonstrations_that_train_badly(here: Path) -> None:
     rows = here / "answers.jsonl"
     rows.write_text('{"prompt": "abc", "completion": "a"}\n' * 3)
-    config = load_sft(
+    config = load_any(
         ROOT / "configs/sft.yaml",
         [f"data.files=[{rows}]", f"data.eval_files=[{rows}]", "trainer.num_groups=4"]
         + ["trainer.warmup_steps=16"],

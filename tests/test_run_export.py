@@ -39,9 +39,9 @@ from asyncrl.base.errors import (
 )
 from asyncrl.job import checkpoint_callback
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.loop import save_final
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.run_export import find_weights
+from asyncrl.job.training_job import save_final
 from asyncrl.launch.processes import Launcher
 from asyncrl.observe.console import RunLog
 from asyncrl.trainer.model_folder import GENERATION, TOKENIZER, ModelPin

@@ -13,13 +13,16 @@ import torch
 from tiny_model import MOE, make_tiny_moe
 from trainer_cases import MakeStep, assert_all_close
 
-from asyncrl.config.sft_config import MEAN_NLL
+from asyncrl.config.engineless_config import MEAN_NLL
+from asyncrl.extensions.sft.demonstrations import DemonstrationFeed, demonstration_of
 from asyncrl.messages.records import Batch
-from asyncrl.rollouts.demonstrations import DemonstrationFeed, demonstration_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.trainer_client import pack_groups
 
-pytestmark = pytest.mark.xdist_group("trl")  # its import costs seconds: one process
+pytestmark = [
+    pytest.mark.xdist_group("trl"),  # its import costs seconds: one process
+    pytest.mark.extension("sft"),
+]
 MARKED = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
     "{% if message.role == 'assistant' %}"

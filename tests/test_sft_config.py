@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import yaml
+from followed_ways import split
 from job_runs import CONFIG
 from sft_cases import CHATML, GIVEN, GOOD, base_model
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.config import load_sft, run_config_yaml
+from asyncrl.config import load_any, run_config_yaml
 from asyncrl.config.load import checked
-from asyncrl.config.sft_config import SftConfig
+from asyncrl.extensions.sft.sft_config import SftConfig
 from asyncrl.job.resume import changed_keys
 from asyncrl.observe.run_dir import read_config
 
+pytestmark = pytest.mark.extension("sft")
 ROOT = Path(__file__).parents[1]
 
 
@@ -27,29 +29,31 @@ def sft_config(**sections: Any) -> SftConfig:
 
 
 def test_saved_settings_are_read_again(tmp_path: Path) -> None:
-    config = load_sft(ROOT / "configs/sft.yaml", ["data.epochs=3"])
+    config = load_any(ROOT / "configs/sft.yaml", ["data.epochs=3"])
     saved = tmp_path / "config.yaml"
     saved.write_text(run_config_yaml(config))
-    assert load_sft(saved) == config
+    assert load_any(saved) == config
     assert read_config(tmp_path).model == config.model
-    assert changed_keys(config, load_sft(saved, ["data.epochs=4"])) == {
+    assert changed_keys(config, load_any(saved, ["data.epochs=4"])) == {
         "data.epochs": (3, 4)
     }
 
 
-def test_keys_describes_the_section() -> None:
-    shown = CliRunner().invoke(app, ["keys", "data"])
-    assert "data.eval_files" in shown.output
-
-
-def test_check_counts_rows_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.extension("ray")
+def test_check_counts_rows_and_plans_no_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
-    shown = CliRunner().invoke(app, ["check", "configs/sft.yaml"])
+    where = "placement.trainer={nodes: 2, gpus: 1} launcher=ray trainer.world_size=2"
+    nodes = "--devices 2x1xH100-80GB --cores 16 --memory 256GB"
+    words = [*split(where), *nodes.split()]
+    shown = CliRunner().invoke(app, ["check", "configs/sft.yaml", *words])
     assert shown.exit_code == 0, shown.output
     assert "data.files: 85 rows" in shown.output
     assert "data.eval_files: 23 rows" in shown.output
-    assert "trainer-0" in shown.output
+    assert "trainer-1" in shown.output
     assert "engine-0" not in shown.output
+    assert "/dev/shm: not used" in shown.output
 
 
 def test_check_plans_memory_for_the_longest_row(tmp_path: Path) -> None:

@@ -11,14 +11,16 @@ import pytest
 from sft_cases import CHATML, GOOD, base_model
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import DataConfig
-from asyncrl.messages.tokens import Tokens
-from asyncrl.rollouts.demonstrations import (
+from asyncrl.extensions.sft.demonstrations import (
     DemonstrationFeed,
     demonstration_of,
     read_demonstrations,
 )
+from asyncrl.extensions.sft.sft_config import DataConfig
+from asyncrl.messages.tokens import Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+pytestmark = pytest.mark.extension("sft")
 
 MARKED = (
     "{% for message in messages %}<|user|>"
@@ -249,7 +251,7 @@ def test_answer_is_not_cut_at_a_special_token_within(
 
 
 def test_digest_covers_ids_and_answers(tiny_model_dir: Path, tmp_path: Path) -> None:
-    from asyncrl.rollouts.demonstrations import Demonstrations
+    from asyncrl.extensions.sft.demonstrations import Demonstrations
 
     row = demonstration_of({"messages": TURNS}, "r", HFChatTokenizer(tiny_model_dir))
     same = Demonstrations((row,)).digest

@@ -12,25 +12,24 @@ from typing import Any
 
 import pytest
 import yaml
+from installed_extension import python
 from job_runs import (
     Ended,
     children_of,
     ended,
     popen,
     read_lines,
-    run,
     wait_for_steps,
-    write_config,
 )
 from sft_cases import GIVEN
-from typer.testing import CliRunner
 
-from asyncrl.cli import app
-from asyncrl.observe.read_run import read_run
 from asyncrl.observe.report_page import view_run
-from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.extension("sft"),
+]
 SFT = [sys.executable, "-m", "asyncrl.cli", "sft"]
 NUM_STEPS = 120
 EVERY = 25
@@ -185,29 +184,31 @@ def test_bad_row_ends_the_run_before_its_trainer(config: Path, tmp_path: Path) -
     assert not (tmp_path / "run/logs/trainer-0.log").exists()
 
 
-def test_commands_show_the_run(whole: Path) -> None:
-    def shown(*arguments: str) -> str:
-        result = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
-        assert result.exit_code == 0
-        return result.output
+@pytest.mark.parametrize("switch", ["", "core"], ids=["with", "without the extension"])
+def test_commands_show_the_run(switch: str, whole: Path, tmp_path: Path) -> None:
+    def said(*arguments: str | Path) -> str:
+        done = python("-m", "asyncrl", *arguments, ASYNCRL_EXTENSIONS=switch)
+        assert done.returncode == (2 if "check" in arguments else 0), done.stderr
+        return done.stdout + done.stderr
 
-    status = shown("status", str(whole))
+    status = said("status", whole)
     assert "120 of 120" in status
     assert "loss" in status
     assert "No step has a reward" not in status
-    assert "120/120" in shown("runs", str(whole.parent))
-    shown("report", str(whole))
+    assert "120/120" in said("runs", whole.parent)
+    said("report", whole)
     assert "eval/loss" in (whole / "report.html").read_text()
-    shown("inspect", str(whole))
-    assert read_run(whole).evaluations["eval/loss"]
-
-
-def test_final_is_the_model_of_a_run(whole: Path, tmp_path: Path) -> None:
-    assert HFChatTokenizer(whole / "final").vocab_size
-    config = yaml.safe_load(write_config(tmp_path).read_text())
-    config["model"] = {"path": str(whole / "final"), "dtype": "float32"}
-    config["trainer"]["num_steps"] = 1
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    done = run(path, tmp_path / "rl")
-    assert done.returncode == 0, done.stderr
+    said("inspect", whole)
+    problems = json.loads(said("status", whole, "--json"))["problems"]
+    exported = said("export", whole, tmp_path / "out")
+    assert (tmp_path / "out/model.safetensors").is_file()
+    if switch:
+        (problem,) = problems
+        assert "sft 0" in problem.partition("to read all of it, install ")[2]
+        assert problem in exported
+        refused = said("check", whole / "config.yaml")
+        assert "it is of the extension sft, which ASYNCRL_EXTENSIONS" in refused
+    else:
+        assert problems == []
+        card = (tmp_path / "out/README.md").read_text()
+        assert "120 steps of supervised fine-tuning" in card

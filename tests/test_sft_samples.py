@@ -15,12 +15,14 @@ from typer.testing import CliRunner
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.cli import app
-from asyncrl.config import DataConfig
+from asyncrl.extensions.sft.demonstrations import read_demonstrations
+from asyncrl.extensions.sft.sft_config import DataConfig
 from asyncrl.job.sample_export import export_samples
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, Prompt, Ticket, Trajectory
-from asyncrl.rollouts.demonstrations import read_demonstrations
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+pytestmark = pytest.mark.extension("sft")
 
 PROMPT = Prompt("0/0", ({"role": "user", "content": "ab"},))
 

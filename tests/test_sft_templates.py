@@ -25,9 +25,11 @@ from template_oracle import (
 )
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.extensions.sft.demonstrations import demonstration_of
 from asyncrl.messages.tokens import Tokens
-from asyncrl.rollouts.demonstrations import demonstration_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+pytestmark = pytest.mark.extension("sft")
 
 TEMPLATES = installed() | collected(Path(__file__).parent / "chat_templates")
 KIND = Kind("never", "", has_bos=True, has_several_ends=False)

@@ -16,6 +16,8 @@ from job_runs import environment, read_lines
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.toy import Letters, is_held_out
 
+pytestmark = pytest.mark.extension("sft")
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/sft_then_rl"
 PAGE = (ROOT / "docs/sft-then-rl.md").read_text(encoding="utf-8")

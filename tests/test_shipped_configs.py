@@ -11,9 +11,9 @@ from job_runs import ROOT, RUN, ended, popen
 from needed_extensions import missing_for
 from vllm_process import vllm_python
 
+from asyncrl.config.job_config import JobConfig
 from asyncrl.config.load import load_any
 from asyncrl.config.run_config import RunConfig
-from asyncrl.config.sft_config import SftConfig
 
 SMOLLM2 = "models/smollm2-135m-instruct"
 NEEDS_PACKAGE = {
@@ -35,7 +35,7 @@ BEFORE = {
 """A run that has to end first, and the setting that names its model."""
 
 
-def shipped() -> dict[str, RunConfig | SftConfig]:
+def shipped() -> dict[str, JobConfig]:
     """Return the configs below configs/ and examples/, by path."""
     paths = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")]
     names = sorted(str(path.relative_to(ROOT)) for path in paths)
@@ -47,7 +47,7 @@ def shipped() -> dict[str, RunConfig | SftConfig]:
     }
 
 
-def needs_cuda(config: RunConfig | SftConfig) -> bool:
+def needs_cuda(config: JobConfig) -> bool:
     return config.placement.trainer not in ("auto", "cpu")
 
 
@@ -70,7 +70,7 @@ def stand_in() -> str:
 def train(name: str, run_dir: Path, *more: str) -> None:
     config = CONFIGS[name]
     overrides = ["trainer.num_steps=3", "observe.trackers=[]", *more]
-    command = [*RUN[:-1], "sft"] if isinstance(config, SftConfig) else RUN
+    command = [*RUN[:-1], config.command]
     if isinstance(config, RunConfig) and config.critic is not None:
         # Its first steps train no policy.
         overrides.append("critic.warmup_steps=0")

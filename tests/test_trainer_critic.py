@@ -41,7 +41,7 @@ from asyncrl.algorithms.advantages import gae, whitened
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import CallRefused, Refused
-from asyncrl.config import RunConfig, SftConfig
+from asyncrl.config import RunConfig
 from asyncrl.config.load import checked
 from asyncrl.job.check import find_models
 from asyncrl.launch.plan import model_shape, saved_bytes, trainer_memory
@@ -571,16 +571,6 @@ def run_config(**sections: Any) -> RunConfig:
         **sections,
     }
     return checked(RunConfig, {**job_runs.CONFIG, **given_sections})
-
-
-def test_supervised_fine_tuning_has_no_critic() -> None:
-    given_sections = {
-        "model": job_runs.CONFIG["model"],
-        "data": {"files": ["rows.jsonl"]},
-        "critic": {},
-    }
-    with pytest.raises(ConfigError, match="critic in the config is not a known key"):
-        checked(SftConfig, given_sections)
 
 
 def test_critic_of_other_tokens_is_refused(

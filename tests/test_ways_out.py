@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.cli import main
 from asyncrl.config import RunConfig
-from asyncrl.config.load import load_any, load_config, load_sft
+from asyncrl.config.load import job_forms, load_any, load_job
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, described_nodes, single_node
 from asyncrl.launch.placement import place
@@ -74,8 +75,7 @@ NOT_PROVOKED = {
     "it is not key=value": "the end of the refusal of an override",
     "there are several; say which one, and its key: {}": "the end of such a refusal",
     "no setting, section or meaning has {}{}": "of asyncrl keys; test_cli.py",
-    "{} has a section data, so it is for supervised fine-tuning": "COMMANDS",
-    "{} has a section task, so it is for reinforcement learning": "COMMANDS",
+    "{} has a section {}, so it is for {}": "COMMANDS",
 }
 """Refusals that no line of settings provokes, with the reason."""
 
@@ -114,7 +114,13 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.extension("sft")] * (line[:3] == "SFT"))
+        for line in REFUSED
+    ],
+)
 def test_each_way_out_of_a_refusal_is_taken(line: str) -> None:
     mistake, says, ways = parts_of(line)
     typed = typed_of(mistake)
@@ -144,7 +150,7 @@ COMMANDS = (
 """COMMAND -> words that it prints => COMMAND | COMMAND. Without the last part, the commands
 in the printed text are followed, with RUN_DIR and CONFIG as in the first command.
 """
-LOADERS = {"run": load_config, "sft": load_sft}
+LOADERS = {form.command: partial(load_job, form) for form in job_forms().values()}
 
 
 @pytest.fixture

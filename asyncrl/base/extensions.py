@@ -153,6 +153,8 @@ class Extension:
     `metrics`: `package:file` of a table like observe/metrics.csv.
     `cures`: places of functions from Pace (observe/pace.py) to sentences, by the share of
     the time or the title of the reward that they shorten.
+    `jobs`: places of kinds of jobs besides runs: of the JobConfig of each, by the section
+    that only its configs have.
     """
 
     about: str
@@ -174,6 +176,7 @@ class Extension:
     rewards: Mapping[str, RewardKind] = field(default_factory=dict)
     metrics: str = ""
     cures: Mapping[str, str] = field(default_factory=dict)
+    jobs: Mapping[str, str] = field(default_factory=dict)
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
         """Import the settings that are added to a section."""
@@ -328,7 +331,8 @@ def switched_off_with(key: str) -> str | None:
     for name in found.off:
         # as in discover()
         with contextlib.suppress(Exception):
-            keys = found.sources[name].load().keys()
+            extension = found.sources[name].load()
+            keys = [*extension.keys(), *extension.jobs]
             if any(f".{key}".endswith(f".{one}") for one in keys):
                 return name
     return None

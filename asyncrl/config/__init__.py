@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from asyncrl.config.generator_config import OnOverflow as OnOverflow
     from asyncrl.config.generator_config import OnTimeout as OnTimeout
     from asyncrl.config.generator_config import Outcomes as Outcomes
+    from asyncrl.config.job_config import JobConfig as JobConfig
     from asyncrl.config.load import load_any as load_any
     from asyncrl.config.load import load_config as load_config
-    from asyncrl.config.load import load_sft as load_sft
     from asyncrl.config.load import run_config_yaml as run_config_yaml
     from asyncrl.config.model_config import ModelConfig as ModelConfig
     from asyncrl.config.model_config import ScratchConfig as ScratchConfig
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from asyncrl.config.placement_config import PlacementConfig as PlacementConfig
     from asyncrl.config.rollout_config import RolloutConfig as RolloutConfig
     from asyncrl.config.run_config import RunConfig as RunConfig
-    from asyncrl.config.sft_config import DataConfig as DataConfig
-    from asyncrl.config.sft_config import SftConfig as SftConfig
     from asyncrl.config.supervision_config import SupervisionConfig as SupervisionConfig
     from asyncrl.config.task_config import TaskConfig as TaskConfig
     from asyncrl.config.trainer_config import LoraConfig as LoraConfig
@@ -44,9 +42,9 @@ _FOUND_IN = {
     "OnOverflow": "generator_config",
     "OnTimeout": "generator_config",
     "Outcomes": "generator_config",
+    "JobConfig": "job_config",
     "load_any": "load",
     "load_config": "load",
-    "load_sft": "load",
     "run_config_yaml": "load",
     "ModelConfig": "model_config",
     "ScratchConfig": "model_config",
@@ -54,8 +52,6 @@ _FOUND_IN = {
     "PlacementConfig": "placement_config",
     "RolloutConfig": "rollout_config",
     "RunConfig": "run_config",
-    "DataConfig": "sft_config",
-    "SftConfig": "sft_config",
     "SupervisionConfig": "supervision_config",
     "TaskConfig": "task_config",
     "LoraConfig": "trainer_config",

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -21,18 +22,23 @@ from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.extensions import (
     SWITCH,
+    discover,
+    extensions,
+    load_place,
     missing_extensions,
     switched_off_with,
     written_extensions,
 )
+from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.extended import refuse_broken
 from asyncrl.config.fields import READS, EngineWith, located
+from asyncrl.config.job_config import JobConfig
 from asyncrl.config.other_names import COMMANDS, KEYS, OPTIONS
 from asyncrl.config.run_config import RunConfig
-from asyncrl.config.sft_config import DataConfig, SftConfig
 from asyncrl.config.task_config import TaskConfig
 
 Config = TypeVar("Config", bound=BaseModel)
+Job = TypeVar("Job", bound=JobConfig)
 
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$")
 SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=.][^\s=]*)")
@@ -94,50 +100,65 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
 
 
+@cache
+def job_forms() -> dict[str, type[JobConfig]]:
+    """Return the kinds of jobs, by the section that only a config of this kind has."""
+    forms: dict[str, type[JobConfig]] = {"task": RunConfig}
+    for name, extension in extensions().items():
+        for section, place in extension.jobs.items():
+            try:
+                forms[section] = load_place(place)
+            except ConfigError as error:
+                discover().broken[name] = error.what
+    return forms
+
+
 def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     *,
     run_dir: str | Path | None = None,
 ) -> RunConfig:
-    """Read and check a YAML file with overrides. `run_dir`: of a run that may be
-    resumed with it. Raises ConfigError.
+    """Read and check the config of a run, as load_job() does."""
+    return load_job(RunConfig, path, overrides, run_dir=run_dir)
+
+
+def load_job(
+    form: type[Job],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+) -> Job:
+    """Read and check a YAML file of this kind with overrides. `run_dir`: of a run that
+    may be resumed with it. Raises ConfigError.
     """
     values = _read_yaml(path)
-    if is_sft(values):
+    section = _section_of_job(values)
+    other = job_forms().get(section, form)
+    if other is not form:
         raise ConfigError(
-            f"{path} has a section data, so it is for supervised fine-tuning",
-            way_out=f"run `asyncrl sft {path}`.",
+            f"{path} has a section {section}, so it is for {other.about}",
+            way_out=f"run `asyncrl {other.command} {path}`.",
         )
     with _naming_missing(path if run_dir is None else Path(run_dir) / "config.yaml"):
-        return _checked_file(RunConfig, values, overrides, path)
+        return _checked_file(form, values, overrides, path)
 
 
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
-    """Read a config of `asyncrl run` or `asyncrl sft`. Raises ConfigError."""
-    values = _read_yaml(path)
-    with _naming_missing(path):
-        return _checked_file(_form_of(values), values, overrides, path)
+def load_any(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Read a config of any kind of job. Raises ConfigError."""
+    section = _section_of_job(_read_yaml(path))
+    return load_job(job_forms().get(section, RunConfig), path, overrides)
 
 
-def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
-    """Read a config of `asyncrl sft`. Raises ConfigError."""
-    values = _read_yaml(path)
-    if isinstance(values, Mapping) and "task" in values:
-        raise ConfigError(
-            f"{path} has a section task, so it is for reinforcement learning",
-            way_out=f"run `asyncrl run {path}`.",
-        )
-    return _checked_file(SftConfig, values, overrides, path)
-
-
-def load_written(path: Path) -> RunConfig | SftConfig:
+def load_written(path: Path) -> JobConfig:
     """Read the config of a run, perhaps of another version, for commands that only
     read. Settings that this version does not know or refuses get their defaults;
     settings that do not go together stay. Raises ConfigError.
     """
     values = _read_yaml(path)
-    form = _form_of(values)
+    section = _section_of_job(values)
+    form = job_forms()[section] if section else EnginelessConfig
     while True:
         try:
             return form.model_validate(values, context=READS)
@@ -163,8 +184,10 @@ def _drop(values: Any, places: Iterable[Sequence[int | str]]) -> bool:
     return has_dropped
 
 
-def _form_of(values: object) -> type[RunConfig | SftConfig]:
-    return SftConfig if is_sft(values) else RunConfig
+def _section_of_job(values: object) -> str:
+    """Return the section that says the kind of job, or an empty text."""
+    given = values if isinstance(values, Mapping) else {}
+    return next((name for name in job_forms() if name in given), "")
 
 
 _WRITTEN_BY = "# asyncrl "
@@ -230,10 +253,6 @@ def _checked_file(
             keys = [" in it".join(_explain(one, form)) for one in error.errors()]
             raise refused_version(Path(path), str(writer), " ".join(keys)) from error
     return checked(form, values, overrides, str(path))
-
-
-def is_sft(values: object) -> bool:
-    return isinstance(values, Mapping) and "data" in values
 
 
 def _read_yaml(path: str | Path) -> object:
@@ -319,7 +338,7 @@ def checked(
         ) from error
 
 
-def run_config_yaml(config: RunConfig | SftConfig) -> str:
+def run_config_yaml(config: JobConfig) -> str:
     text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False)
     return f"{_WRITTEN_BY}{__version__}\n{_EXTENSIONS}{written_extensions()}\n{text}"
 
@@ -418,8 +437,11 @@ def _explain(
     kind = problem["type"]
     if kind == "extra_forbidden":
         named = ".".join(part for part in parts if not part.isdigit())
-        if form is SftConfig and parts[0] in RunConfig.model_fields:
-            hint = "; supervised fine-tuning has none, and reads data.files"
+        if (
+            issubclass(form, JobConfig)
+            and parts[0] in RunConfig.model_fields.keys() - form.model_fields.keys()
+        ):
+            hint = f"; {form.about} has none"
         elif (extension := switched_off_with(named)) is not None:
             hint = f": it is of the extension {extension}, which {SWITCH} switches off."
         else:
@@ -553,7 +575,7 @@ REPEATED = ("eval.task.", "placement.rollout.")
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """Yield (section, description, keys) in config order; '' is the top level, and
-    `data`, of supervised fine-tuning, is last.
+    sections of other jobs than runs are last.
     """
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
@@ -566,8 +588,11 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             own = [key for key in all_known if key.name.startswith(f"{name}.")]
             keys = [key for key in own if not key.name.startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
-    data = [_key(name, info) for name, info in _fields(DataConfig, "data.")]
-    yield "data", " ".join((DataConfig.__doc__ or "").split()), data
+    for name, form in job_forms().items():
+        model = section_of(form.model_fields[name])
+        if form is not RunConfig and model is not None:
+            keys = [_key(key, info) for key, info in _fields(model, f"{name}.")]
+            yield name, " ".join((model.__doc__ or "").split()), keys
 
 
 def count_keys() -> int:

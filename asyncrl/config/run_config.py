@@ -17,9 +17,10 @@ from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.engine_kinds import ENGINES, engines_with
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.extended import extended
-from asyncrl.config.fields import FrozenConfig, Seed, located
+from asyncrl.config.fields import Seed, located
 from asyncrl.config.gateway_config import GatewayConfig
 from asyncrl.config.generator_config import GeneratorConfig, kind_of
+from asyncrl.config.job_config import JobConfig
 from asyncrl.config.journal_config import JournalConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
@@ -56,10 +57,15 @@ def _known_launcher(launcher: str) -> str:
 
 
 @extended("")
-class RunConfig(FrozenConfig):
+class RunConfig(JobConfig):
     """All settings of a run."""
 
     free_keys: ClassVar = ("launcher",)
+    about: ClassVar = "reinforcement learning"
+    command: ClassVar = "run"
+    tag: ClassVar = "reinforcement-learning"
+    job: ClassVar = "asyncrl.job.loop:Job"
+    check: ClassVar = "asyncrl.job.check:check_run"
 
     seed: Seed = 0
     """Seed of random weights, the shuffle and every sampled token."""
@@ -130,6 +136,9 @@ class RunConfig(FrozenConfig):
         if not evals:
             return values
         return values | {"eval": evals if len(evals) > 1 else evals[0]}
+
+    def as_run(self) -> RunConfig:
+        return self
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:

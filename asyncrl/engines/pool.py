@@ -50,7 +50,6 @@ class EnginePool:
         slots: int,
         on_lost: OnLost | None = None,
     ) -> None:
-        assert servers, "an EnginePool needs one server at least"
         self.servers = tuple(servers)
         self.slots = slots
         self._on_lost = on_lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -38,11 +38,13 @@ from asyncrl.job.resume import ResumePoint
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, ServerFactory
+from asyncrl.job.trainer_recovery import journaled_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import is_counted
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
+from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_dir import journal_path, read_evaluations
@@ -78,7 +80,7 @@ async def build(
     config = lifecycle.config
     rollout = config.rollout
     # First, so that it is closed after every component that writes to it.
-    journal, staging_dir = await _open_journal(lifecycle)
+    journal = await _open_journal(lifecycle)
     found = await check_everything(lifecycle)
     tasks = found.tasks
     pinned = dict(tasks) | {
@@ -100,19 +102,16 @@ async def build(
     )
 
     role_models = await asyncio.to_thread(find_models, config, tokenizer)
-    factory = ServerFactory(
-        config,
+    fleet = await make_fleet(
+        lifecycle,
         placement,
         model_path,
         tokenizer,
-        lifecycle.run_dir,
-        lifecycle.launcher,
-        role_models=role_models,
+        role_models,
+        note=journal.add_event_nowait,
+        batches=partial(journaled_batches, journal),
     )
-    # Before the fleet, whose specs contain the addresses that this reserves.
-    await factory.hold(staging_dir)
-    checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
-    fleet = Fleet(lifecycle, factory, staging_dir, journal, checkpoints)
+    checkpoints = fleet.checkpoints
     scorer = fleet.make_scorers(tasks, config.tasks, config.seed)
     num_engines = (
         read_wanted(lifecycle.run_dir, rollout.engine_range.numbers)
@@ -200,7 +199,45 @@ async def build(
     )
 
 
-async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
+async def _open_journal(lifecycle: Lifecycle) -> Journal:
+    journal = await asyncio.to_thread(
+        Journal.open,
+        journal_path(lifecycle.run_dir),
+        run_id=run_id(lifecycle.run_dir),
+    )
+    lifecycle.closes("journal", journal.aclose)
+    return journal
+
+
+async def make_fleet(
+    lifecycle: Lifecycle,
+    placement: Placement,
+    model_path: Path,
+    tokenizer: HFChatTokenizer,
+    role_models: Mapping[str, Path] = MappingProxyType({}),
+    *,
+    note: Callable[[str, Mapping[str, object]], None],
+    batches: Callable[[int, int], AsyncIterator[Batch]],
+) -> Fleet:
+    """Make the trainer and all servers, which are not started. `note` and `batches`: as
+    of Fleet.
+    """
+    staging_dir = await _make_staging_dir(lifecycle)
+    factory = ServerFactory(
+        lifecycle.config,
+        placement,
+        model_path,
+        tokenizer,
+        lifecycle.run_dir,
+        lifecycle.launcher,
+        role_models=role_models,
+    )
+    # Before the fleet, whose specs contain the addresses that this reserves.
+    await factory.hold(staging_dir)
+    return Fleet(lifecycle, factory, staging_dir, note=note, batches=batches)
+
+
+async def _make_staging_dir(lifecycle: Lifecycle) -> Path:
     given = lifecycle.config.weight_sync.disk_dir
     disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     # Exports of a killed run fill shared memory (None) or disk_dir until the next start
@@ -208,14 +245,9 @@ async def _open_journal(lifecycle: Lifecycle) -> tuple[Journal, Path]:
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
-    path = journal_path(lifecycle.run_dir)
-    journal = await asyncio.to_thread(
-        Journal.open, path, run_id=run_id(lifecycle.run_dir)
-    )
-    lifecycle.closes("journal", journal.aclose)
     staging_dir = new_staging_dir(disk_dir)
     lifecycle.stack.callback(remove_staging_dir, staging_dir)
-    return journal, staging_dir
+    return staging_dir
 
 
 async def prepare_model(

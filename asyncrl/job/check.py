@@ -17,21 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.extensions import all_of
+from asyncrl.base.extensions import all_of, load_place
 from asyncrl.base.host import exit_raises
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import (
     GeneratorConfig,
+    JobConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
-    SftConfig,
     TaskConfig,
 )
 from asyncrl.config.eval_config import EVAL_SEED
@@ -57,13 +56,11 @@ from asyncrl.launch.plan import (
     refuse_over_capacity,
     resolve_auto,
     size_text,
-    without_engines,
 )
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
-from asyncrl.rollouts.demonstrations import read_demonstrations
 from asyncrl.rollouts.tokenizer import (
     HFChatTokenizer,
     is_written,
@@ -120,13 +117,12 @@ class Found:
     tokenizer: HFChatTokenizer | None = None
 
 
-def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
+def check_lines(settings: JobConfig, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield what `asyncrl check` prints, warnings last. Raises ConfigError."""
-    is_sft = isinstance(config, SftConfig)
-    check: Callable[..., Iterator[str]] = _check_sft if is_sft else _check_run
+    check: Callable[..., Iterator[str]] = load_place(settings.check)
     doubts = list[str]()
     try:
-        for line in check(config, nodes):
+        for line in check(settings, nodes):
             if line.startswith("warning: "):
                 doubts.append(line)
             else:
@@ -138,7 +134,7 @@ def check_lines(config: RunConfig | SftConfig, nodes: Sequence[Node]) -> Iterato
     yield from doubts
 
 
-def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
+def check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     extra = extra_servers(config)
     config, resolved = resolve_auto(config, nodes, extra)
     own = [other.model for other in extra_models(config).values()]
@@ -160,6 +156,12 @@ def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     yield from (f"warning: {text}" for text in [*doubts, *repeats_of(trained)])
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
+    yield from check_plan(config, nodes)
+
+
+def check_plan(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield processes, devices and memory of a config without `auto`. Raises ConfigError."""
+    extra = extra_servers(config)
     yield from _try_model(config)
     plan, messages = plan_run(config, nodes, extra)
     disk_bytes = _disk_bytes(nodes)
@@ -180,7 +182,7 @@ def _check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     refuse_over_capacity(plan, config)
 
 
-def check_reports(config: RunConfig | SftConfig) -> None:
+def check_reports(config: JobConfig) -> None:
     """Load the user code that a run reports to."""
     check_trackers(config.observe)
     if config.checkpoint.callback is not None:
@@ -192,42 +194,18 @@ def _disk_bytes(nodes: Sequence[Node]) -> int | None:
     return shutil.disk_usage(".").free if nodes[0].machine.is_here else None
 
 
-def _check_sft(config: SftConfig, nodes: Sequence[Node]) -> Iterator[str]:
-    run, resolved = resolve_auto(config.as_run(), nodes)
+def check_model(
+    config: RunConfig, nodes: Sequence[Node]
+) -> tuple[list[str], HFChatTokenizer | None]:
+    """Return lines about the model of a job without engines, and its tokenizer unless a
+    part is not here. Raises ConfigError.
+    """
     fetch_architectures(config.model)
     check_reports(config)
     found = Found()
-    _check_support(run, found)
-    tokenizer = _check_model(run, found, needs_weights=nodes[0].machine.is_here)
-    yield from (*found.lines, *resolved)
-    if tokenizer is not None:
-        positions = positions_of(config.model)
-        keys: list[Literal["files", "eval_files"]] = ["files"]
-        if config.data.eval_files is not None:
-            keys.append("eval_files")
-        longest = 1
-        digests = dict[str, str]()
-        num_rows = None
-        for key in keys:
-            rows = read_demonstrations(config.data, tokenizer, positions, key)
-            digests[f"data.{key}"] = rows.digest
-            num_rows = num_rows or len(rows.rows)
-            longest = max(longest, rows.longest)
-            yield f"data.{key}: {rows.summary}"
-            yield from (f"warning: {text}" for text in rows.warnings(tokenizer))
-        trained = {digests.pop("data.files")}
-        num_steps = config.data.epochs * (num_rows or 1) // config.trainer.num_groups
-        known = {"num_steps": config.trainer.num_steps or num_steps}
-        trainer = config.trainer.model_copy(update=known)
-        doubts = find_warnings(trainer, num_rows, trained, digests)
-        yield from (f"warning: {text}" for text in doubts)
-        # A row longer than trainer.micro_batch_tokens is a pass of its own: the memory
-        # plan counts it.
-        run, _ = resolve_auto(config.as_run(max_tokens=longest), nodes)
-    yield from _try_model(run)
-    plan = without_engines(plan_run(run, nodes)[0], run)
-    yield plan_text(plan, run, _disk_bytes(nodes))
-    refuse_over_capacity(plan, run)
+    _check_support(config, found)
+    tokenizer = _check_model(config, found, needs_weights=nodes[0].machine.is_here)
+    return found.lines, tokenizer
 
 
 def _try_prompt(

@@ -43,7 +43,3 @@ class Components:
     evaluation: Evaluation | None
     agents: AgentRuntime | None
     late: LateRewards
-
-    def write_pins(self) -> None:
-        for pin in self.pins:
-            pin.write()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
-from asyncrl.config import RunConfig, SftConfig
+from asyncrl.config import JobConfig, RunConfig
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.agent_runtime import model_name
 from asyncrl.job.checkpointer import Checkpointer
@@ -104,17 +104,15 @@ class Reporter:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: JobConfig,
         run_dir: Path,
         name: str,
         callbacks: Callbacks | None = None,
         *,
         is_resume: bool = False,
-        command: str = "run",
     ) -> None:
-        self.config = config
-        self._shown: RunConfig | SftConfig = config
-        self._command = command
+        self._settings = settings
+        self.config = config = settings.as_run()
         self.run_dir = run_dir
         self.name = name
         self._console = Console(
@@ -149,16 +147,13 @@ class Reporter:
         self._spent_s = defaultdict[str, float](float)
         """Seconds of the train loop by kind of span, since the last step ended."""
 
-    def settle(self, config: RunConfig, shown: SftConfig) -> None:
-        """Take the settings of a run whose number of steps follows from its data, and
-        those that trackers get, before start().
-        """
+    def settle(self, config: RunConfig) -> None:
+        """Take the config of a job whose data give the number of steps, before start()."""
         self.config = config
-        self._shown = shown
         self._console.num_steps = config.trainer.num_steps
 
     def start(self) -> None:
-        plain = json.loads(self._shown.model_dump_json())
+        plain = json.loads(self._settings.model_dump_json())
         shown_as = self.run_dir.resolve().name
         run = TrackedRun(
             self.run_dir,
@@ -314,13 +309,13 @@ class Reporter:
         self._recorder.record_step({**metrics, **missing})
         self._console.show_step(metrics)
 
-    def supervised_step(
+    def step_alone(
         self,
         trainer: SupervisedTrainer,
         checkpointer: Checkpointer,
         report: TrainResponse,
     ) -> None:
-        """Report a step on demonstrations, which have no behaviour policy."""
+        """Report a step of a job without engines, whose tokens no policy sampled."""
         given = {
             name: value
             for name, value in report.metrics.items()
@@ -335,7 +330,7 @@ class Reporter:
             self.log.warn_once("skipped", text)
 
     def report_loss(self, version: int, loss: float, num_tokens: float) -> None:
-        """Report the loss of held-out demonstrations, a mean over their tokens."""
+        """Report the loss of held-out texts, a mean over their tokens."""
         line = {
             "step": version,
             "policy_version": version,
@@ -462,7 +457,7 @@ class Reporter:
         try:
             self._finish(state, why)
             if state != "done" and is_resumable:
-                again = run_again(self.run_dir, command=self._command)
+                again = run_again(self.run_dir, command=self._settings.command)
                 self._console.say(f"resume with: {again}")
         finally:
             self._trackers.tell("close", state)

@@ -17,8 +17,8 @@ from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.extensions import changed_extensions
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
-from asyncrl.config import RunConfig, SftConfig, load_any
-from asyncrl.config.load import extensions_of
+from asyncrl.config import JobConfig, RunConfig, load_any
+from asyncrl.config.load import extensions_of, job_forms
 from asyncrl.config.run_config import key_of
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
@@ -99,7 +99,7 @@ def has_begun(run_dir: Path) -> bool:
 
 def find_resume(
     run_dir: Path,
-    config: RunConfig | SftConfig,
+    config: JobConfig,
     mode: str,
     allow_change: Collection[str] = (),
 ) -> ResumePoint | None:
@@ -147,7 +147,7 @@ def find_resume(
         tuple(damaged),
         may_change_model=_is_named("model.path", allow_change),
         may_change_data=any(
-            _is_named(key, allow_change) for key in ("task.digest", "data.digest")
+            _is_named(f"{section}.digest", allow_change) for section in job_forms()
         ),
     )
     if isinstance(config, RunConfig):
@@ -165,9 +165,7 @@ def _refused(
     return ConfigError(f"{run_dir} contains {what}", rule=rule, way_out=way_out)
 
 
-def changed_keys(
-    before: RunConfig | SftConfig, now: RunConfig | SftConfig
-) -> dict[str, tuple[object, object]]:
+def changed_keys(before: JobConfig, now: JobConfig) -> dict[str, tuple[object, object]]:
     """Return section.key -> (old, new)."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
@@ -178,7 +176,7 @@ def changed_keys(
     }
 
 
-def _keys(config: RunConfig | SftConfig) -> dict[str, object]:
+def _keys(config: JobConfig) -> dict[str, object]:
     sections = config.model_dump(mode="json")
     lists = dict[str, Mapping[str, object]]()
     if isinstance(config, RunConfig):
@@ -211,8 +209,8 @@ def _keys(config: RunConfig | SftConfig) -> dict[str, object]:
 
 
 def _refuse_changes(
-    before: RunConfig | SftConfig,
-    now: RunConfig | SftConfig,
+    before: JobConfig,
+    now: JobConfig,
     allowed: Collection[str],
     run_dir: Path,
 ) -> list[str]:
@@ -224,7 +222,7 @@ def _refuse_changes(
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}" for key, values in changed.items()
     }
-    fixed = {key: why for key in changed if (why := _why_fixed(key, changed[key]))}
+    fixed = {key: why for key in changed if (why := _why_fixed(key, changed[key], now))}
     if fixed:
         lines = "".join(f"\n    {changes[key]}: {fixed[key]}" for key in fixed)
         raise ConfigError(
@@ -244,14 +242,12 @@ def _refuse_changes(
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(
-    key: str, values: tuple[object, object], config: RunConfig | SftConfig
-) -> bool:
+def _is_free(key: str, values: tuple[object, object], config: JobConfig) -> bool:
     # with lora, vLLM computes with unmerged adapters
     if key == "weight_sync.transport":
         return "lora" not in values
     # A schedule that ends at num_steps would have had other rates from the start.
-    if key in ("trainer.num_steps", "data.epochs"):
+    if key in config.steps_keys:
         return not config.trainer.rate_needs_end
     section, _, name = key.partition(".")  # seed, task.KEY or task.NAME.KEY
     part = getattr(config, section, None) if name else config
@@ -273,7 +269,6 @@ FIXED = {
     "algorithm.router_replay": "rollouts in the journal lack their tokens' experts",
     "rollout.temperature": "tokens in the journal were sampled at it, and the trainer has one temperature",
     "seed": _ORDER,
-    "data.shuffle": _ORDER,
     **{f"task.{key}": _ORDER for key in ("shuffle", "sampling", "share", "size")},
 }
 """Keys that no resume can change, with the reason."""
@@ -281,14 +276,16 @@ _SWITCHES = ("critic.learning_rate", "algorithm.distill_weight")
 """Keys that may change, but not between a number and none."""
 
 
-def _why_fixed(key: str, values: tuple[object, object]) -> str | None:
+def _why_fixed(
+    key: str, values: tuple[object, object], config: JobConfig
+) -> str | None:
     if key in _SWITCHES and all(values):
         return None
     if key == "algorithm.router_replay" and not values[1]:
         return None
     if key.startswith("task."):  # task.KEY, or task.NAME.KEY
         key = f"task.{key.rpartition('.')[2]}"
-    return FIXED.get(key)
+    return FIXED.get(key) or config.fixed.get(key)
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:

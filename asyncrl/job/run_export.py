@@ -21,9 +21,9 @@ from asyncrl.base.errors import (
 from asyncrl.base.extensions import rows
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
-from asyncrl.config import RunConfig
-from asyncrl.config.load import writer_of
-from asyncrl.config.sft_config import MEAN_NLL
+from asyncrl.config import JobConfig, RunConfig
+from asyncrl.config.engineless_config import EnginelessConfig
+from asyncrl.config.load import job_forms, writer_of
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
 from asyncrl.launch.plan import find_architecture
@@ -36,6 +36,7 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_object,
     read_settings,
+    tell_unknown_kind,
 )
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
@@ -63,7 +64,9 @@ def export_run(
     of the export. `is_inside`: `out` may be in the run directory. Raises ConfigError,
     CheckpointError or AsyncrlError.
     """
-    config = read_config(run_dir)
+    job = read_settings(run_dir)
+    config = job.as_run()
+    tell_unknown_kind(run_dir, job, tell)
     out = out.expanduser().resolve()
     if adapter and config.trainer.lora is None:
         what = "--adapter: this run trains all weights (trainer.lora=none)"
@@ -88,7 +91,7 @@ def export_run(
                 base if adapter else None,
                 tell,
             )
-        _write_card(run_dir, config, version, base, unfinished, adapter=adapter)
+        _write_card(run_dir, job, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     name = f"{kind} of policy_version {version}"
@@ -274,7 +277,7 @@ def _load(
 
 def _write_card(
     run_dir: Path,
-    config: RunConfig,
+    job: JobConfig,
     version: int,
     base: str,
     folder: Path,
@@ -284,10 +287,10 @@ def _write_card(
     """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    is_sft = config.algorithm == MEAN_NLL
+    config = job.as_run()
     is_on_hub = HUB_ID.fullmatch(base) is not None
-    settings = read_settings(run_dir).model_dump()
-    sources = settings.get("data") or settings["task"]
+    settings = job.model_dump()
+    (sources,) = (settings[key] for key in job_forms() if key in settings)
     sources = sources if isinstance(sources, list) else [sources]
     names = [one["dataset"] for one in sources]
     pinned = ModelPin(run_dir, config.model.source).revision
@@ -298,7 +301,7 @@ def _write_card(
         base_model=base if is_on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["asyncrl", "sft" if is_sft else "reinforcement-learning"],
+        tags=["asyncrl", job.tag],
         datasets=[name for name in names if name and HUB_ID.fullmatch(name)] or None,
         license=licence,
     )
@@ -317,13 +320,12 @@ def _write_card(
     steps = Steps(line for line in read_metrics(run_dir, []) if line["step"] <= version)
     oldest = max(steps.values("sample/staleness_max"), default=0.0)
     writer = writer_of(run_dir / "config.yaml") or __version__
-    what = "supervised fine-tuning" if is_sft else "reinforcement learning"
-    text = f"""# {name}, {version} steps of {what}
+    text = f"""# {name}, {version} steps of {job.about}
 
 {"Adapters" if adapter else "Weights"} of policy_version {version}, in {config.model.dtype}, trained with
 asyncrl {writer}: {steps.total("tokens/trained"):,.0f} trained tokens"""
-    if is_sft:
-        text += " of demonstrations.\n"
+    if isinstance(config, EnginelessConfig):
+        text += ".\n"
     else:
         text += f""", loss {config.algorithm.loss},
 advantage {config.algorithm.advantage}. Staleness: at most {config.buffer.max_staleness} versions

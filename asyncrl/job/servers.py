@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,11 +37,9 @@ from asyncrl.job.roles import (
 )
 from asyncrl.job.trainer_recovery import (
     SupervisedTrainer,
-    journaled_batches,
     recover_trainer,
 )
 from asyncrl.journal.checkpoint_folders import Checkpoints
-from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import OWN_BYTES, engine_threads, threads_on
@@ -49,12 +47,11 @@ from asyncrl.launch.processes import Launcher, Process, ProcessSpec
 from asyncrl.launch.supervise import (
     FirstStart,
     Server,
-    Supervision,
     Supervisor,
     all_or_none,
     health_over,
 )
-from asyncrl.messages.records import Rollout
+from asyncrl.messages.records import Batch, Rollout
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
@@ -211,7 +208,7 @@ class ServerFactory:
             else "memory"
             if num_memories == 1
             else "memories",
-            canary_tokens=self._canary_tokens(),
+            canary_tokens=self._canary_tokens() if placement.engines else 0,
             measures_gap=config.rollout.facts.has_model,
             pinned_length=config.rollout.max_length
             if config.rollout.facts.pins_length
@@ -408,12 +405,6 @@ def forget_meeting(staging_dir: Path) -> None:
     (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
 
 
-def first_ranks(
-    ranks: Sequence[Server], supervision: Supervision, staging_dir: Path
-) -> FirstStart:
-    return FirstStart(ranks, supervision, on_start=partial(forget_meeting, staging_dir))
-
-
 class DeviceSlices(Protocol):
     """When a new process may take its device (job/colocate.py)."""
 
@@ -429,16 +420,21 @@ class Fleet:
         lifecycle: Lifecycle,
         factory: ServerFactory,
         staging_dir: Path,
-        journal: Journal,
-        checkpoints: Checkpoints,
+        *,
+        note: Callable[[str, Mapping[str, object]], None],
+        batches: Callable[[int, int], AsyncIterator[Batch]],
     ) -> None:
+        """`note` gets losses and restarts. `batches`: of a range of versions, for a
+        trainer that has restarted.
+        """
         config = lifecycle.config
         self._lifecycle = lifecycle
         self._tokenizer = factory.tokenizer
         self.placement = factory.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
-        self.supervision = lifecycle.supervision(journal.add_event_nowait)
+        self.supervision = lifecycle.supervision(note)
+        self.checkpoints = Checkpoints(lifecycle.run_dir, config.checkpoint)
         self.ranks = factory.trainers(staging_dir)
 
         def forget_ranks() -> None:
@@ -453,9 +449,7 @@ class Fleet:
             timeout_s=config.trainer.timeout_s,
             on_start=forget_ranks,
             bring_back=partial(
-                recover_trainer,
-                checkpoints=checkpoints,
-                batches=partial(journaled_batches, journal),
+                recover_trainer, checkpoints=self.checkpoints, batches=batches
             ),
         )
         if config.weight_sync.facts.is_collective:
@@ -587,7 +581,8 @@ class Fleet:
         names = ", ".join(server.name for server in (*self.ranks, *engines))
         self._lifecycle.log.activity(f"loading the model in {names}")
         starts = [FirstStart([engine], self.supervision).run() for engine in engines]
-        trainer = first_ranks(self.ranks, self.supervision, self.staging_dir)
+        forget = partial(forget_meeting, self.staging_dir)
+        trainer = FirstStart(self.ranks, self.supervision, on_start=forget)
         if not self.placement.moves and self.placement.memory_fraction is None:
             await all_or_none([trainer.run(), *starts])
             return

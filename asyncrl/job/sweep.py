@@ -13,7 +13,7 @@ from urllib.parse import quote
 import yaml
 
 from asyncrl.base.signals import blocked, heard_stops
-from asyncrl.config import SftConfig, load_any
+from asyncrl.config import load_any
 from asyncrl.config.load import name_of_config
 from asyncrl.observe.report_page import write_report
 
@@ -43,12 +43,11 @@ def sweep(
     runs = {folder / quote(",".join(chosen), safe=SAFE): chosen for chosen in varied}
     for chosen in runs.values():
         loaded = load_any(config, [*fixed, *chosen])
-    command = "sft" if isinstance(loaded, SftConfig) else "run"
     code = 0
     for number, (run_dir, chosen) in enumerate(runs.items(), start=1):
         tell(f"run {number} of {len(runs)}: {run_dir}")
         settings = [str(config), *fixed, *chosen]
-        ended = _run(command, *settings, "--run-dir", str(run_dir))
+        ended = _run(loaded.command, *settings, "--run-dir", str(run_dir))
         if ended > 128:
             tell("interrupted: the same command continues the sweep")
             return ended

@@ -269,12 +269,13 @@ def place(
     placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
     _refuse_offload(config, moves=placement.moves)
     _refuse_server_offload(placement)
-    refuse_transport(
-        config,
-        *placement.names,
-        is_colocated=is_colocated,
-        num_nodes=placement.num_nodes,
-    )
+    if engines:
+        refuse_transport(
+            config,
+            *placement.names,
+            is_colocated=is_colocated,
+            num_nodes=placement.num_nodes,
+        )
     return placement
 
 

@@ -350,10 +350,8 @@ def held_besides(
         if server.name != "cpu" and config.rollout.engine == "embedded":
             held[server.node, "loading"] += whole
     facts = config.weight_sync.facts
-    if (
-        not placement.is_colocated
-        and not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
-    ):
+    is_file = not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
+    if placement.engines and not placement.is_colocated and is_file:
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
             held[node, "saving"] += EXPORT_FILES * whole
         yield ProcessPlan(
@@ -664,7 +662,9 @@ def plan_text(plan: Plan, config: RunConfig, disk_bytes: int | None = None) -> s
         ]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
     mode = f"apart: weights by {config.weight_sync.transport}"
-    if plan.placement.is_colocated:
+    if not plan.placement.engines:
+        mode = "no engines"
+    elif plan.placement.is_colocated:
         mode = "colocated: time-sharing"
     lines += ["", f"mode: {mode}"]
     used = {one.device for one in plan.processes}
@@ -742,6 +742,8 @@ def plan_run(
         if plan.placement.moves:
             stays = "each side moves out for the other"
         messages.append(f"placement.share={share or 'none'}: {stays}{part}")
+    if not plan.placement.engines:
+        return plan, tuple(messages)
     device = plan.placement.engines[0][0].name
     inexact = plan.shape.inexact
     is_embedded = config.rollout.engine == "embedded"
@@ -832,13 +834,6 @@ def _with_rule(config: RunConfig, one: ModelPart, rule: Rule) -> RunConfig:
     return config.model_copy(update={section: changed})
 
 
-def without_engines(plan: Plan, config: RunConfig) -> Plan:
-    """Return the plan of supervised fine-tuning, which leaves all cores to the trainer."""
-    placement = replace(plan.placement, engines=())
-    processes = lay_out(config, plan.shape, placement)
-    return replace(plan, placement=placement, processes=processes)
-
-
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
     """Keep both colocated sides in memory if they fit; the engines get what the trainer
     leaves.
@@ -904,7 +899,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
     kinds = [server.engine for server in placement.extra_servers.values()]
-    if config.rollout.external_urls is None:
+    if placement.engines and config.rollout.external_urls is None:
         kinds.append(config.rollout.engine)
     for kind in kinds if is_local else ():
         if kind is not None and ENGINES[kind].package is not None:

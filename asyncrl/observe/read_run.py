@@ -22,11 +22,12 @@ from asyncrl.config import RunConfig
 from asyncrl.observe.run_dir import (
     TRAINED_FILE,
     judge_state,
-    read_config,
     read_evaluations,
     read_lines,
     read_metrics,
+    read_settings,
     read_status,
+    tell_unknown_kind,
 )
 from asyncrl.observe.run_numbers import Steps, duration, seconds_left
 from asyncrl.observe.samples import ShownRollout, read_samples
@@ -47,7 +48,9 @@ class RunRecord:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.problems: list[str] = []
-        self.config: RunConfig = read_config(run_dir)
+        settings = read_settings(run_dir)
+        tell_unknown_kind(run_dir, settings, self.problems.append)
+        self.config: RunConfig = settings.as_run()
         self.status = read_status(run_dir, self.problems)
         self.state, self.why = judge_state(self.status, run_dir)
 
@@ -71,7 +74,7 @@ class RunRecord:
     def progress(self) -> str:
         """Format as `3 of 9 in 3.0 s, 1.00 s each, 6.0 s left`."""
         steps = self.columns
-        # Of `asyncrl sft`, the data give the number, and only the status has it.
+        # If the data give the number, only the status has it.
         num_steps = self.status.get("num_steps") or self.config.trainer.num_steps
         text = f"{len(steps)} of {num_steps}"
         if self.verdict is not None:

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
-from asyncrl.config import RunConfig
+from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import sections
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.observe.metrics import gauge_of
@@ -173,8 +173,8 @@ def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[st
     summary = read_object(folder / SUMMARY_FILE, [])
     secrets: list[str] = []
     given = read_settings(folder)
-    # Supervised fine-tuning has no groups, and no journal.
-    has_groups = isinstance(given, RunConfig)
+    # A job without engines has no groups, and no journal.
+    has_groups = not isinstance(files.config, EnginelessConfig)
     failures = read_journal(folder, files.problems, _failures) if has_groups else []
     settings = _settings(_masked(given.model_dump(mode="json"), "", secrets))
     view: dict[str, object] = {

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, JournalError
+from asyncrl.base.extensions import missing_extensions
 from asyncrl.base.files import cut_at, lines_from_end
-from asyncrl.config import RunConfig, SftConfig
-from asyncrl.config.load import load_written
+from asyncrl.config import JobConfig, RunConfig
+from asyncrl.config.engineless_config import EnginelessConfig
+from asyncrl.config.load import extensions_of, load_written
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
 from asyncrl.observe.metrics import is_total
@@ -148,12 +150,11 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Return read_settings() as a run, also of supervised fine-tuning."""
-    config = read_settings(folder)
-    return config.as_run() if isinstance(config, SftConfig) else config
+    """Return read_settings() as a run, also of other jobs."""
+    return read_settings(folder).as_run()
 
 
-def read_settings(folder: Path) -> RunConfig | SftConfig:
+def read_settings(folder: Path) -> JobConfig:
     """Return the config that a run has started with, or was last resumed with. Raises
     ConfigError.
     """
@@ -163,6 +164,17 @@ def read_settings(folder: Path) -> RunConfig | SftConfig:
             way_out="name the directory that `asyncrl run` printed.",
         )
     return load_written(folder / CONFIG_FILE)
+
+
+def tell_unknown_kind(
+    folder: Path, settings: JobConfig, report: Callable[[str], object]
+) -> None:
+    """Report a job whose kind no installed extension has."""
+    if isinstance(settings, EnginelessConfig):
+        missing = " and ".join(missing_extensions(extensions_of(folder / CONFIG_FILE)))
+        report(
+            f"{CONFIG_FILE} has no section of a known kind of job; to read all of it, install {missing}",
+        )
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:

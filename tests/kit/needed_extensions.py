@@ -56,6 +56,13 @@ NEEDED = {
         "docs/colocation.md",
         "docs/rewards.md",
     ],
+    "sft": [
+        "configs/sft.yaml",
+        "docs/sft.md",
+        "docs/sft-then-rl.md",
+        "examples/sft_then_rl/rl.yaml",
+        "examples/sft_then_rl/sft.yaml",
+    ],
 }
 """Pages and configs with settings of an extension."""
 NAMED = {

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 from typer.main import get_command
 
 from asyncrl.cli import app
-from asyncrl.config import RunConfig, SftConfig
+from asyncrl.config.load import job_forms
 
 ROOT = Path(__file__).parents[2]
 HOLE = "\0"
 """Stands for a part of a text that is known only at run time."""
-ROOTS = (RunConfig, SftConfig)
+ROOTS = tuple(job_forms().values())
 SECTIONS = "|".join({name: "" for form in ROOTS for name in form.model_fields})
 KEY = rf"(?:{SECTIONS})(?:\.[\w{HOLE}-]+)*"
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\[\]]*\]"

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.user_code import message_of
-from asyncrl.config import DataConfig
+from asyncrl.extensions.sft.sft_config import DataConfig
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory
 from asyncrl.messages.tokens import Tokens, spans_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, is_written

@@ -8,18 +8,16 @@ from typing import ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from asyncrl.base.extensions import rows
-from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.engineless_config import EnginelessConfig, NoRollouts
 from asyncrl.config.fields import Count, FrozenConfig, Seed
+from asyncrl.config.job_config import JobConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_config import PlacementConfig
-from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.run_config import RunConfig
 from asyncrl.config.supervision_config import SupervisionConfig
-from asyncrl.config.task_config import TaskConfig
 from asyncrl.config.trainer_config import TrainerConfig
-from asyncrl.config.weight_sync_config import WeightSyncConfig
 
 IGNORED = {
     "trainer": ("mini_batches", "epochs", "logprob_gap_limit"),
@@ -28,12 +26,6 @@ IGNORED = {
     "observe": tuple(rows("listeners")),
 }
 """Keys of shared sections that only a run with rollouts reads."""
-MEAN_NLL = AlgorithmConfig(
-    loss="reinforce", advantage="asyncrl.algorithms.advantages:unchanged"
-)
-"""-advantage * logprob, averaged over tokens: with the advantage 1 of every row, the
-mean negative log-likelihood.
-"""
 
 
 class DataConfig(FrozenConfig):
@@ -86,10 +78,25 @@ class SftTrainerConfig(TrainerConfig):
     """Maximum number of steps (0 = the steps of data.epochs)."""
 
 
-class SftConfig(FrozenConfig):
-    """All settings of supervised fine-tuning: `data`, and sections of a run."""
+class SftConfig(JobConfig):
+    """Train on demonstrations (supervised fine-tuning), without engines. RUN_DIR/final
+    can be model.path of a run.
+
+    Exit codes and resumes as of `asyncrl run`.
+
+    For example:
+      asyncrl sft configs/sft.yaml --run-dir runs/sft
+      asyncrl sft configs/sft.yaml data.epochs=2
+    """
 
     free_keys: ClassVar = ("launcher",)
+    about: ClassVar = "supervised fine-tuning"
+    command: ClassVar = "sft"
+    tag: ClassVar = "sft"
+    job: ClassVar = "asyncrl.extensions.sft.sft_job:SftJob"
+    check: ClassVar = "asyncrl.extensions.sft.sft_check:check_sft"
+    fixed: ClassVar = {"data.shuffle": "the order of rows follows from it"}
+    steps_keys: ClassVar = ("trainer.num_steps", "data.epochs")
 
     seed: Seed = 0
     """Seed of random weights and of the order of rows."""
@@ -110,31 +117,16 @@ class SftConfig(FrozenConfig):
     observe: ObserveConfig = ObserveConfig()
     """Files, trackers, console and status port."""
 
-    def as_run(self, num_steps: int = 0, max_tokens: int = 1) -> RunConfig:
-        """Return the settings as a run without engines, whose steps are `num_steps`.
-        `max_tokens`: of the longest row.
+    def as_run(self, num_steps: int = 0, max_tokens: int = 1) -> EnginelessConfig:
+        """Return the settings of a job whose steps are `num_steps`. `max_tokens`: of the
+        longest row.
         """
         num_steps = num_steps or self.trainer.num_steps or 1
-        return RunConfig(
-            seed=self.seed,
-            launcher=self.launcher,
-            model=self.model,
-            # No part reads the task; a run must have one.
-            task=TaskConfig(python="asyncrl.tasks.toy:Letters"),
-            # The simulated engine takes no device, and compares no logprobs.
-            rollout=RolloutConfig(
-                engine="simulated",
-                group_size=1,
-                max_prompt_tokens=1,
-                max_tokens=max_tokens,
-            ),
-            trainer=self.trainer.model_copy(update={"num_steps": num_steps}),
-            algorithm=MEAN_NLL,
-            weight_sync=WeightSyncConfig(transport="shm"),  # nothing is exported
-            placement=self.placement,
-            checkpoint=self.checkpoint,
-            supervision=self.supervision,
-            observe=self.observe,
+        shared = {name: value for name, value in self if name != "data"}
+        shared["trainer"] = self.trainer.model_copy(update={"num_steps": num_steps})
+        return EnginelessConfig(
+            **shared,
+            rollout=NoRollouts(max_tokens=max_tokens),
         )
 
     def conflicts(self) -> Iterator[str]:
