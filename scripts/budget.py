@@ -53,9 +53,8 @@ def folder_of(path: Path, folders: list[str]) -> str | None:
 
 
 def main() -> int:
-    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["asyncrl"][
-        "budget"
-    ]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["asyncrl"]
+    budgets = settings["budget"]
     tracked = subprocess.check_output(
         ["git", "ls-files", "*.py"], cwd=ROOT, text=True
     ).split()
@@ -81,9 +80,15 @@ def main() -> int:
     # The server of an extension may run in another environment.
     own = ROOT / "asyncrl/extensions"
     added = [name for name in product if (own / Path(name).name).is_dir()]
-    print(f"core: {sum(sizes[name] for name in product if name not in added)}")
-    print(f"extensions: {sum(sizes[name] for name in added)}")
-    return 1 if over else 0
+    totals = {
+        "core": sum(sizes[name] for name in product if name not in added),
+        "extensions": sum(sizes[name] for name in added),
+    }
+    limits = settings["total"]
+    for name, total in totals.items():
+        mark = "" if total <= limits[name] else f", over its budget of {limits[name]}"
+        print(f"{name}: {total}{mark}")
+    return 1 if over or any(totals[name] > limits[name] for name in totals) else 0
 
 
 if __name__ == "__main__":
