@@ -108,7 +108,7 @@ class RolloutListener(Protocol):
         rollout: Rollout,
         failure: RolloutFailure | None,
     ) -> None:
-        """Take a rollout that has ended; with `failure`, what it had sampled."""
+        """Take a rollout that has ended; after a `failure`, its sampled part."""
 
     def gauges(self) -> dict[str, float]:
         """Return metrics."""
