@@ -132,6 +132,7 @@ def test_the_first_page_shows_the_config_of_its_result() -> None:
 
 @pytest.mark.extension("openenv")
 @pytest.mark.extension("ray")
+@pytest.mark.extension("vllm")
 def test_settings_named_on_pages_exist() -> None:
     # Its left column has the keys of others.
     pages = [page for page in PAGES if page.name != "coming-from.md"]
