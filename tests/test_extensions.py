@@ -171,52 +171,6 @@ def test_added_settings_are_fields_like_others(tmp_path: Path) -> None:
     }
 
 
-CYCLE = "from asyncrl.config.generator_config import GeneratorConfig\n" + SETTINGS
-BROKEN = {
-    "record": ({"__init__.py": "import acme_engine"}, "ModuleNotFoundError: No module"),
-    "settings": ({"settings.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
-    "command": ({"pages.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
-    "cycle": (
-        {"settings.py": CYCLE},
-        "are imported by sections that extensions add to",
-    ),
-    "taken": (
-        {"settings.py": SETTINGS.replace('"volume"', '"workers"')},
-        "it adds the setting workers, which the section generator has",
-    ),
-    "section": (
-        {"__init__.py": RECORD.replace('{"":', '{"journal":')},
-        "no settings can be added to the section journal",
-    ),
-    "harness": (
-        {"__init__.py": RECORD.replace('{"pager":', '{"beeper":')},
-        "beeper of harnesses has no setting generator.beeper",
-    ),
-}
-
-
-TRIED = f"""
-import sys
-from asyncrl.cli import app, main
-app(["runs", sys.argv[1]], standalone_mode=False)
-app(["extensions"], standalone_mode=False)
-sys.argv[1:] = ["check", "{QUICKSTART}"]
-main()
-"""
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_package_that_cannot_be_used_is_named(case: str, tmp_path: Path) -> None:
-    files, says = BROKEN[case]
-    # Commands that only read work; the list and the others name the package.
-    done = python("-c", TRIED, tmp_path, packages=install(tmp_path, files))
-    assert done.returncode == 2
-    assert says in done.stdout
-    for text in ("the extension pager 1.0 of acme-pager", says, "uninstall acme-pager"):
-        assert text in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 BEEP = """
 import asyncio, json, sys
 from pathlib import Path
@@ -258,6 +212,55 @@ BEEPER = {
     "beep.py": "import sys, asyncrl_servers\nif __name__ == '__main__': print('beep', len(sys.argv))",
 }
 
+CYCLE = "from asyncrl.config.generator_config import GeneratorConfig\n" + SETTINGS
+BROKEN = {
+    "record": ({"__init__.py": "import acme_engine"}, "ModuleNotFoundError: No module"),
+    "settings": ({"settings.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
+    "command": ({"pages.py": "1 / 0"}, "ZeroDivisionError: division by zero"),
+    "cycle": (
+        {"settings.py": CYCLE},
+        "are imported by sections that extensions add to",
+    ),
+    "taken": (
+        {"settings.py": SETTINGS.replace('"volume"', '"workers"')},
+        "it adds the setting workers, which the section generator has",
+    ),
+    "section": (
+        {"__init__.py": RECORD.replace('{"":', '{"journal":')},
+        "no settings can be added to the section journal",
+    ),
+    "engine": (
+        BEEPER | {"__init__.py": BEEPER["__init__.py"].replace('"beep"', '"embedded"')},
+        "its engine embedded has the name of another",
+    ),
+    "harness": (
+        {"__init__.py": RECORD.replace('{"pager":', '{"beeper":')},
+        "beeper of harnesses has no setting generator.beeper",
+    ),
+}
+
+
+TRIED = f"""
+import sys
+from asyncrl.cli import app, main
+app(["runs", sys.argv[1]], standalone_mode=False)
+app(["extensions"], standalone_mode=False)
+sys.argv[1:] = ["check", "{QUICKSTART}"]
+main()
+"""
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_package_that_cannot_be_used_is_named(case: str, tmp_path: Path) -> None:
+    files, says = BROKEN[case]
+    # Commands that only read work; the list and the others name the package.
+    done = python("-c", TRIED, tmp_path, packages=install(tmp_path, files))
+    assert done.returncode == 2
+    assert says in done.stdout
+    for text in ("the extension pager 1.0 of acme-pager", says, "uninstall acme-pager"):
+        assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
 
 def test_engine_kind_of_a_package_is_one_like_others(tmp_path: Path) -> None:
     packages = install(tmp_path / "packages", BEEPER)
@@ -266,7 +269,7 @@ def test_engine_kind_of_a_package_is_one_like_others(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
-        ["embedded", "beep", "simulated"],
+        ["embedded", "simulated", "beep"],
         ["embedded"],
         "embedded or beep",
         {"acme_pager.beep": "acme_pager.beep"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.base.extensions import load_place, rows
+from asyncrl.base.extensions import discover, extensions, load_place
 from asyncrl.config.engine_facts import EngineCapabilities
 
 ENGINES: dict[str, EngineCapabilities] = {
@@ -21,9 +21,15 @@ ENGINES: dict[str, EngineCapabilities] = {
         forward_tokens=1024,
         logit_copies=7,
     ),
-    **{name: load_place(added.facts) for name, added in rows("engines").items()},
     "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
 }
+
+for _name, _extension in extensions().items():
+    for _kind, _engine in _extension.engines.items():
+        if _kind in ENGINES:
+            discover().broken[_name] = f"its engine {_kind} has the name of another"
+        else:
+            ENGINES[_kind] = load_place(_engine.facts)
 
 if TYPE_CHECKING:
     EngineKind = str

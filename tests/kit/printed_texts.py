@@ -43,9 +43,17 @@ IS_FILE = re.compile(r"\.(py|md|json|jsonl|sqlite|lock|key|log)$")
 OF_THE_EXAMPLE = "generator.tries"
 """A setting of examples/extension. tests/test_extensions.py runs the page's command."""
 NO_SETTINGS = frozenset(
-    ("task.answer", "data.digest", "rollout.oversample", OF_THE_EXAMPLE)
+    (
+        "task.answer",
+        "data.digest",
+        "rollout.oversample",
+        OF_THE_EXAMPLE,
+        "rollout.fixed_tokens",
+    )
 )
-"""An attribute that harnesses read, a name of --allow-change, a key of a framework."""
+"""An attribute that harnesses read, a name of --allow-change, a key of a framework, and
+keys of examples/extension.
+"""
 EXAMPLES = frozenset(("0", "1", "2", "sums", "words", "NAME", "KEY", HOLE))
 """Parts of a key that stand for one of several tasks, evaluations or teachers."""
 
