@@ -19,6 +19,7 @@ import torch
 import yaml
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
+from launch_cases import TAUGHT, load
 from pydantic import ValidationError
 from taught_cases import (
     ROLLOUTS,
@@ -46,7 +47,6 @@ from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchCon
 from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check import find_models
-from asyncrl.job.roles import extra_servers
 from asyncrl.job.run_export import export_run
 from asyncrl.launch.plan import disk_sizes
 from asyncrl.messages.records import Rollout
@@ -338,37 +338,9 @@ def test_teacher_may_name_the_only_task() -> None:
 
 
 def test_likeliest_ids_take_space_in_the_journal() -> None:
-    sizes = [
-        disk_sizes(
-            RunConfig.model_validate(
-                {
-                    "model": {"path": "m"},
-                    "task": {"files": ["x"], "reward": "math"},
-                    "algorithm": {"distill_weight": 1} | more,
-                    "teacher": {"path": "t"},
-                }
-            ),
-            0,
-        )["journal"]
-        for more in ({}, {"distill_loss": "jsd", "distill_top_k": 16})
-    ]
+    of_jsd = ["algorithm.distill_loss=jsd", "algorithm.distill_top_k=16"]
+    sizes = [disk_sizes(load(*TAUGHT, *more), 0)["journal"] for more in ([], of_jsd)]
     assert sizes[1] == 9 * sizes[0], "16 bytes a token, and 8 for each id"
-
-
-def test_two_teachers_of_one_task_are_refused() -> None:
-    tasks = [{"python": "a:B"}, {"python": "a:C", "name": "c"}]
-    teachers = [{"path": "a", "tasks": ["B", "c"]}, {"path": "b", "tasks": ["c"]}]
-    config = {
-        "model": {"path": "m"},
-        "task": tasks,
-        "teacher": teachers,
-        "algorithm": {"distill_weight": 1},
-    }
-    with pytest.raises(ValidationError, match=r"task\.c has 2 teachers; name each"):
-        RunConfig.model_validate(config)
-    teachers[0]["tasks"] = ["B"]
-    roles = extra_servers(RunConfig.model_validate(config))
-    assert [*roles] == ["teacher-0", "teacher-1"]
 
 
 # ---- runs
