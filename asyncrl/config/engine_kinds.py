@@ -23,12 +23,17 @@ ENGINES: dict[str, EngineCapabilities] = {
     "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
 }
 
-for _name, _extension in extensions().items():
-    for _kind, _engine in _extension.engines.items():
-        if _kind in ENGINES:
-            discover().broken[_name] = f"its engine {_kind} has the name of another"
-        else:
-            ENGINES[_kind] = load_place(_engine.facts)
+
+def _add_engines() -> None:
+    for name, extension in extensions().items():
+        for kind, engine in extension.engines.items():
+            if kind in ENGINES:
+                discover().broken[name] = f"its engine {kind} has the name of another"
+            else:
+                ENGINES[kind] = load_place(engine.facts)
+
+
+_add_engines()
 
 if TYPE_CHECKING:
     EngineKind = str
