@@ -1,4 +1,4 @@
-"""What is known about a kind of engines without its client and server."""
+"""Facts about a kind of engines. Settings and placement read them."""
 
 from __future__ import annotations
 
