@@ -149,6 +149,14 @@ BROKEN = {
         {"__init__.py": RECORD.replace('{"pager":', '{"beeper":')},
         "its harness beeper has no setting generator.beeper",
     ),
+    "job": (
+        {
+            "__init__.py": RECORD.replace(
+                "check=", 'jobs={"pages": "acme_jobs:A"}, check='
+            )
+        },
+        "acme_jobs:A cannot be imported: ModuleNotFoundError",
+    ),
 }
 
 
