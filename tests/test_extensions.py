@@ -237,6 +237,14 @@ BROKEN = {
         {"__init__.py": RECORD.replace('{"pager":', '{"beeper":')},
         "beeper of harnesses has no setting generator.beeper",
     ),
+    "job": (
+        {
+            "__init__.py": RECORD.replace(
+                "check=", 'jobs={"pages": "acme_jobs:A"}, check='
+            )
+        },
+        "acme_jobs:A cannot be imported: ModuleNotFoundError",
+    ),
 }
 
 

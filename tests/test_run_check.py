@@ -243,6 +243,7 @@ NOT_FOLLOWED = {
 """Files whose ways out no line above follows, with what they need."""
 
 
+@pytest.mark.extension("sft")
 def test_each_way_out_with_a_setting_is_followed_or_excused() -> None:
     words = {part for line in CASES for part in parts_of(line)[1].split(" ... ")}
     ways = list(ways_of_errors())

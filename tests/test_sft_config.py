@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,29 +13,9 @@ from sft_cases import CHATML, GIVEN, GOOD, base_model
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.config import load_any, run_config_yaml
-from asyncrl.config.load import checked
-from asyncrl.extensions.sft.sft_config import SftConfig
-from asyncrl.job.resume import changed_keys
-from asyncrl.observe.run_dir import read_config
 
 pytestmark = pytest.mark.extension("sft")
 ROOT = Path(__file__).parents[1]
-
-
-def sft_config(**sections: Any) -> SftConfig:
-    return checked(SftConfig, {**GIVEN, **sections})
-
-
-def test_saved_settings_are_read_again(tmp_path: Path) -> None:
-    config = load_any(ROOT / "configs/sft.yaml", ["data.epochs=3"])
-    saved = tmp_path / "config.yaml"
-    saved.write_text(run_config_yaml(config))
-    assert load_any(saved) == config
-    assert read_config(tmp_path).model == config.model
-    assert changed_keys(config, load_any(saved, ["data.epochs=4"])) == {
-        "data.epochs": (3, 4)
-    }
 
 
 @pytest.mark.extension("ray")
