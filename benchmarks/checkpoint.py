@@ -37,7 +37,7 @@ from trainer_case import Row, batch_of
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.launch.processes import HUGE_PAGES
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 VOCAB_SIZE, NUM_TOKENS, NUM_SEQUENCES = 16_384, 16, 4
 MIN_REPETITIONS = 3

@@ -37,7 +37,7 @@ from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.launch.machine import find_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.trainer.random_init import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 HERE = Path(__file__).parent

@@ -45,7 +45,7 @@ from asyncrl.messages.worker_api import answer_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import build_task
-from asyncrl.trainer.model_folder import make_model_folder
+from asyncrl.trainer.model.model_folder import make_model_folder
 
 
 class StepLog(TrainerCallback):  # type: ignore[misc]

@@ -38,7 +38,7 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, Tokens, in_journal
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.rollouts.rollout import make_trajectory
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
@@ -163,9 +163,9 @@ def sampled(engine: Engine, **given: Any) -> tuple[BatchHeader, Tokens]:
 
 def log_ratios(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.ndarray:
     """Return current - behaviour logprob of each sampled token."""
-    from asyncrl.trainer.objective import loss_tokens
-    from asyncrl.trainer.packing import LogitSets, micro_batches
-    from asyncrl.trainer.supports import find_supports
+    from asyncrl.trainer.loss.objective import loss_tokens
+    from asyncrl.trainer.loss.packing import LogitSets, micro_batches
+    from asyncrl.trainer.loss.supports import find_supports
 
     has_loss = loss_tokens(header, arrays)
     found = np.zeros(len(has_loss), np.float32)

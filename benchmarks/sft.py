@@ -96,7 +96,7 @@ def run_ours(case: SftCase, result: str) -> None:
         demonstration_of,
     )
     from asyncrl.rollouts.tokenizer import HFChatTokenizer
-    from asyncrl.trainer.rank_process import TrainerService
+    from asyncrl.trainer.ranks.rank_process import TrainerService
     from asyncrl.trainer.trainer_client import pack_groups
 
     trainer = TrainerConfig(

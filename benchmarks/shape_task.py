@@ -9,7 +9,11 @@ from pathlib import Path
 
 from asyncrl.config import ScratchConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.trainer.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import (
+    SPECIAL_TOKENS,
+    ScratchSpec,
+    make_scratch_model,
+)
 
 VOCABULARY = 49_152
 FIRST_CHARACTER = 0x20000

@@ -42,8 +42,8 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import build_task
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
-from asyncrl.trainer.model_folder import make_model_folder
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.model.model_folder import make_model_folder
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine

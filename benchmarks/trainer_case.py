@@ -26,7 +26,11 @@ from asyncrl.messages.trainer_api import (
     pack_batch,
     unpack_batch,
 )
-from asyncrl.trainer.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import (
+    SPECIAL_TOKENS,
+    ScratchSpec,
+    make_scratch_model,
+)
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
 EQUAL_LENGTH = 132

@@ -22,12 +22,14 @@ from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.tokens import spans_of
-from asyncrl.trainer import build_model, packing, tree
-from asyncrl.trainer.forward_plan import find_plan
-from asyncrl.trainer.policy import ForwardPlan
-from asyncrl.trainer.rank_process import TrainerService
+from asyncrl.trainer.attention import tree
+from asyncrl.trainer.attention.forward_plan import find_plan
+from asyncrl.trainer.attention.tree import TokenRange
+from asyncrl.trainer.loss import packing
+from asyncrl.trainer.model import build_model
+from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer.ranks.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.trainer.tree import TokenRange
 
 
 def make_spec(case: Case, folder: Path) -> TrainerSpec:

@@ -308,8 +308,8 @@ def cuda_lines(device: Any) -> list[str]:
     """Return the driver, CUDA, and the kernels that decide the speed."""
     import torch
 
-    from asyncrl.trainer.attention import choose_flash
-    from asyncrl.trainer.compiled import missing_for_compiling
+    from asyncrl.trainer.attention.packed_attention import choose_flash
+    from asyncrl.trainer.model.compiled import missing_for_compiling
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.split()

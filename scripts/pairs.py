@@ -48,7 +48,7 @@ from asyncrl.job.roles import extra_servers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import plan_run
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 from examples.thumbs import rate
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -154,8 +154,8 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> Iterator[MakeStep]:
     """
     from trainer_cases import make_spec
 
-    from asyncrl.trainer.build_model import use_deterministic
-    from asyncrl.trainer.rank import TrainerRank
+    from asyncrl.trainer.model.build_model import use_deterministic
+    from asyncrl.trainer.ranks.rank import TrainerRank
 
     (tmp_path / "staging").mkdir()
     yield lambda model_dir=tiny_model_dir, **values: TrainerRank(

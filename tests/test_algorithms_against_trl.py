@@ -22,9 +22,9 @@ from trainer_cases import batch_of, changed, make_spec
 
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.tokens import Tokens
-from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import Costs, PackRules, micro_batches
-from asyncrl.trainer.ranks import ONE_RANK
+from asyncrl.trainer.loss.objective import BatchNumbers, Objective
+from asyncrl.trainer.loss.packing import Costs, PackRules, micro_batches
+from asyncrl.trainer.ranks.ranks import ONE_RANK
 
 pytestmark = pytest.mark.xdist_group("trl")  # its import costs seconds: one process
 MAX_TOKENS = 8

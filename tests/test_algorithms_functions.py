@@ -30,7 +30,7 @@ from asyncrl.algorithms.advantages import (
 from asyncrl.algorithms.losses import LossTokens, correct, interpolate, kl
 from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, RECIPES, resolve
 from asyncrl.config import AlgorithmConfig, RunConfig
-from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.loss.objective import BatchNumbers, Objective
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(
     encoding="utf-8"

@@ -21,7 +21,7 @@ from trainer_cases import batch_of, make_spec
 from asyncrl.algorithms.advantages import EPSILON
 from asyncrl.config import AlgorithmConfig
 from asyncrl.messages.records import Credit
-from asyncrl.trainer.objective import BatchNumbers, Compare, Objective, Unit
+from asyncrl.trainer.loss.objective import BatchNumbers, Compare, Objective, Unit
 
 
 class Turn(NamedTuple):

@@ -24,8 +24,8 @@ from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ScratchConfig
 from asyncrl.config.load import all_keys, config_from
-from asyncrl.trainer.model_trial import try_model
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.model_trial import try_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 DAY = datetime.date(2024, 1, 1)
 WRONG = [

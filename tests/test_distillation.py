@@ -56,8 +56,8 @@ from asyncrl.messages.tokens import (
     Tokens,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer import policy as policy_module
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model import policy as policy_module
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 # one process imports the modules that they fork
 pytestmark = [

@@ -74,8 +74,8 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import NO_EXPERT, ROUTING, SegmentPart, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.rollouts.rollout import make_trajectory
-from asyncrl.trainer.build_model import RouterReplay
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.model.build_model import RouterReplay
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport

@@ -67,7 +67,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
         "asyncrl/job/check.py": "a way out, a column of models/support.csv",
         "asyncrl/models/rope_lengths.py": "a way out",
         "asyncrl/models/support.py": "a column of models/support.csv",
-        "asyncrl/trainer/model_trial.py": "a way out",
+        "asyncrl/trainer/model/model_trial.py": "a way out",
         "servers/asyncrl_servers/embedded/decoder.py": "a way out",
         "servers/asyncrl_servers/embedded/embedded_engine.py": "a way out",
     },
@@ -76,7 +76,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
         "asyncrl/config/run_config.py": "a way out",
         "asyncrl/job/resume.py": "columns for the distillation loss",
         "asyncrl/messages/tokens.py": "columns for the distillation loss",
-        "asyncrl/trainer/objective.py": "the distillation loss",
+        "asyncrl/trainer/loss/objective.py": "the distillation loss",
     },
     "sft": {"asyncrl/tasks/task.py": "a way out"},
 }

@@ -28,10 +28,14 @@ from asyncrl.models.rope_lengths import (
 from asyncrl.models.rows import MixerRows, row_calls
 from asyncrl.models.structure import Structure, find_structure
 from asyncrl.models.support import has_states
-from asyncrl.trainer import forward_plan
-from asyncrl.trainer.build_model import plan_of
-from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
-from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.attention import forward_plan
+from asyncrl.trainer.attention.forward_plan import (
+    NotCausalError,
+    find_plan,
+    probe_model,
+)
+from asyncrl.trainer.model.build_model import plan_of
+from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 CPU = torch.device("cpu")

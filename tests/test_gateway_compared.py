@@ -22,7 +22,7 @@ from vllm_house import LETTERS
 from vllm_process import vllm_python
 
 from asyncrl.launch.processes import group_members
-from asyncrl.trainer.random_init import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "gateway.md"
 KEY = "key"

@@ -29,7 +29,7 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 
 FIRM = PERSON | COMPACT

@@ -76,7 +76,7 @@ def test_run_survives_scaling_and_losses_until_restarts_are_used_up(
     (evaluation,) = children_of(process, "engine-eval")
     evaluation.kill()
     wait_for_more_steps(run_dir, 2, process)
-    (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
+    (trainer,) = children_of(process, "asyncrl.trainer.ranks.rank_process")
     trainer.kill()
     wait_for_more_steps(run_dir, 3, process)
     (frozen,) = children_of(process, "specs/engine-1.json")
@@ -164,7 +164,7 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     process = start(config, run_dir, LONG)
     wait_for_steps(run_dir, 2, process)
     children = children_of(process)
-    (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
+    (trainer,) = children_of(process, "asyncrl.trainer.ranks.rank_process")
     trainer.suspend()
     # It may freeze in an export: then the train loop waits for the publisher.
     waits = r"train loop waits in (TrainerClient\.train|PushLoop\.wait_exported)"

@@ -32,7 +32,7 @@ from asyncrl.rollouts.rollout import (
     RolloutRunner,
     Slots,
 )
-from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.loss.objective import BatchNumbers, Objective
 
 MIX = ROOT / "examples" / "mix.yaml"
 AGENT = {"name": "a", "python": "x:A", "generator": {"python": "x:run"}}

@@ -521,7 +521,7 @@ def test_run_without_files_trains_the_same_through_kills(
     (engine,) = children_of(process, "specs/engine-1.json")
     engine.kill()
     wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
-    (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
+    (trainer,) = children_of(process, "asyncrl.trainer.ranks.rank_process")
     trainer.kill()
     release(run_dir)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)

@@ -36,12 +36,12 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.models.loading import check_quantization, load_language_model
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.build_model import load_model
-from asyncrl.trainer.model_folder import TOKENIZER, check_plain
-from asyncrl.trainer.packing import pack_texts
-from asyncrl.trainer.policy import ForwardPlan, Policy
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.state import copy_files
+from asyncrl.trainer.loss.packing import pack_texts
+from asyncrl.trainer.model.build_model import load_model
+from asyncrl.trainer.model.model_folder import TOKENIZER, check_plain
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.state import copy_files
 from asyncrl.weights.export import whole_tensors
 from asyncrl.weights.tensor_files import adapted_modules
 from asyncrl_servers.embedded.decoder import LoadedModel

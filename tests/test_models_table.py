@@ -16,7 +16,7 @@ from asyncrl.config import ModelConfig
 from asyncrl.launch.plan import model_shape
 from asyncrl.models.structure import find_structure
 from asyncrl.models.support import find_support
-from asyncrl.trainer.forward_plan import probe_model
+from asyncrl.trainer.attention.forward_plan import probe_model
 
 TABLE = read_table()
 

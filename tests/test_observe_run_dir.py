@@ -33,7 +33,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId
 from asyncrl.observe.run_dir import Recorder, append_lines, judge_state
 from asyncrl.observe.show import render_inspect, render_status
-from asyncrl.trainer.step_metrics import RecordWriter, trained_line
+from asyncrl.trainer.loss.step_metrics import RecordWriter, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 
 NUM_GROUPS = 2

@@ -27,7 +27,7 @@ from asyncrl.rollouts.rollout import (
     with_credits,
 )
 from asyncrl.tasks.rewards import MAX_SPANS
-from asyncrl.trainer.objective import find_units
+from asyncrl.trainer.loss.objective import find_units
 from asyncrl.trainer.trainer_client import pack_groups
 
 

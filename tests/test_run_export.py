@@ -44,8 +44,8 @@ from asyncrl.job.run_export import find_weights
 from asyncrl.job.training_job import save_final
 from asyncrl.launch.processes import Launcher
 from asyncrl.observe.console import RunLog
-from asyncrl.trainer.model_folder import GENERATION, TOKENIZER, ModelPin
-from asyncrl.trainer.state import copy_files
+from asyncrl.trainer.model.model_folder import GENERATION, TOKENIZER, ModelPin
+from asyncrl.trainer.ranks.state import copy_files
 from asyncrl.weights.tensor_files import float32_names
 
 LORA = {"rank": 4, "alpha": 8.0}

@@ -42,11 +42,11 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SUPPORT, Ragged, Tokens
 from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
 from asyncrl.rollouts.rollout import make_trajectory
-from asyncrl.trainer.packing import Costs, LogitSets, PackRules, micro_batches
-from asyncrl.trainer.policy import Policy, Scores
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.supports import find_supports
+from asyncrl.trainer.loss.packing import Costs, LogitSets, PackRules, micro_batches
+from asyncrl.trainer.loss.supports import find_supports
+from asyncrl.trainer.model.policy import Policy, Scores
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import ONE_RANK
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -268,7 +268,7 @@ def test_head_is_a_log_softmax_over_supports(
     """Supports of `share` of the tokens; the others have the whole vocabulary. In slices
     of 32 ids.
     """
-    from asyncrl.trainer import policy as policy_module
+    from asyncrl.trainer.model import policy as policy_module
 
     header, arrays = batch_of(world, 5, 0)
     rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import NO_DEVICE, place
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import DISTILL_IDS, DISTILL_LOGPROBS, SUPPORT
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 pytestmark = pytest.mark.extension("scoring")
 

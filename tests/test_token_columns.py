@@ -47,8 +47,8 @@ from asyncrl.messages.tokens import (
 )
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.rollout import make_trajectory
-from asyncrl.trainer.packing import Costs, PackRules, micro_batches
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.loss.packing import Costs, PackRules, micro_batches
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import pack_groups
 
 NEW = [

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from trainer_cases import random_groups
 
 from asyncrl.models.attention_kinds import AttentionKind
-from asyncrl.trainer import attention
-from asyncrl.trainer.forward_plan import find_plan, probe_model
-from asyncrl.trainer.packing import pack_texts
-from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.tree import places_of
+from asyncrl.trainer.attention import packed_attention as attention
+from asyncrl.trainer.attention.forward_plan import find_plan, probe_model
+from asyncrl.trainer.attention.tree import places_of
+from asyncrl.trainer.loss.packing import pack_texts
+from asyncrl.trainer.model.policy import Policy
 
 CPU = torch.device("cpu")
 GROUPS = random_groups([[3, 9, 190], [70, 2, 2]], prompt=8)

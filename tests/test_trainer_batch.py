@@ -39,23 +39,24 @@ from asyncrl.messages.records import (
 from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
-from asyncrl.trainer import build_model, tree
-from asyncrl.trainer.objective import (
+from asyncrl.trainer.attention import tree
+from asyncrl.trainer.loss.objective import (
     check_any_loss,
     check_batch,
     find_units,
     loss_tokens,
 )
-from asyncrl.trainer.packing import (
+from asyncrl.trainer.loss.packing import (
     Costs,
     PackRules,
     find_allowed,
     micro_batches,
     mini_batches,
 )
-from asyncrl.trainer.policy import ForwardPlan
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.model import build_model
+from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import pack_groups
 
 CREDITS = {

@@ -20,15 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig
 from asyncrl.launch.plan import model_shape
-from asyncrl.trainer import build_model, policy, step_metrics
-from asyncrl.trainer import compiled as compiled_layers
-from asyncrl.trainer.compiled import why_not_compiled
-from asyncrl.trainer.forward_plan import find_plan
-from asyncrl.trainer.packing import MicroBatch, pack_texts
-from asyncrl.trainer.policy import ForwardPlan, Policy
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.step_metrics import StepMeter
+from asyncrl.trainer.attention.forward_plan import find_plan
+from asyncrl.trainer.loss import step_metrics
+from asyncrl.trainer.loss.packing import MicroBatch, pack_texts
+from asyncrl.trainer.loss.step_metrics import StepMeter
+from asyncrl.trainer.model import build_model, policy
+from asyncrl.trainer.model import compiled as compiled_layers
+from asyncrl.trainer.model.compiled import why_not_compiled
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import ONE_RANK
 from asyncrl.weights.export import routers_of
 
 GUARDED = pytest.mark.filterwarnings(

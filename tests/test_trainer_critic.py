@@ -48,9 +48,9 @@ from asyncrl.launch.plan import model_shape, saved_bytes, trainer_memory
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, StateRequest, TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.objective import BatchNumbers
-from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.loss.objective import BatchNumbers
+from asyncrl.trainer.ranks.offload import local_of
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 GAE: dict[str, Any] = {"advantage": "gae", "gae_lambda": 0.9, "discount": 0.97}
 CRITIC: dict[str, Any] = {"learning_rate": 1e-2}

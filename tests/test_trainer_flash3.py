@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import _fa3
 
-from asyncrl.trainer.attention import HOPPER, choose_flash
+from asyncrl.trainer.attention.packed_attention import HOPPER, choose_flash
 
 CONFIG = "CONFIG = {'build_flags': {'FLASHATTENTION_DISABLE_BACKWARD': True}}"
 SCHEMAS = {

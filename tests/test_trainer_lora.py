@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import LoraConfig, TrainerConfig
-from asyncrl.trainer.lora import ADAPTER, Adapters, find_targets
-from asyncrl.trainer.objective import BatchNumbers
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.loss.objective import BatchNumbers
+from asyncrl.trainer.model.lora import ADAPTER, Adapters, find_targets
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
 

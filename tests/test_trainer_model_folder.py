@@ -21,9 +21,9 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.launch.processes import run_module
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.build_model import TrainedModel, load_model
-from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.random_init import make_character_tokenizer
+from asyncrl.trainer.model.build_model import TrainedModel, load_model
+from asyncrl.trainer.model.model_folder import ModelPin, make_model_folder
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 
 def begin(run_dir: Path, model: Path, *, is_free: bool = False) -> ModelPin:

@@ -31,9 +31,9 @@ from asyncrl.config.offload_config import (
     ModelPart,
 )
 from asyncrl.messages.engine_api import TrainerPart
-from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import ONE_RANK, BrokenStepError, Ranks, loss_behind
+from asyncrl.trainer.ranks.offload import local_of
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import ONE_RANK, BrokenStepError, Ranks, loss_behind
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 POLICY_OPTIMIZER = ModelPart("policy", "optimizer")

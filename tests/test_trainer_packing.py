@@ -15,8 +15,9 @@ from trainer_cases import Rows, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.tokens import Tokens
-from asyncrl.trainer import tree
-from asyncrl.trainer.packing import (
+from asyncrl.trainer.attention import tree
+from asyncrl.trainer.attention.tree import TokenRange, places_of
+from asyncrl.trainer.loss.packing import (
     Costs,
     PackRules,
     assign,
@@ -24,8 +25,7 @@ from asyncrl.trainer.packing import (
     micro_batches,
     token_ranges,
 )
-from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.tree import TokenRange, places_of
+from asyncrl.trainer.ranks.ranks import ONE_RANK
 
 
 @settings(max_examples=100, deadline=None)

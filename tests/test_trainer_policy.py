@@ -23,11 +23,11 @@ from trainer_cases import Rows, assert_all_close, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.trainer import banded_attention, tree
-from asyncrl.trainer import policy as policy_module
-from asyncrl.trainer.forward_plan import find_plan, probe_model
-from asyncrl.trainer.packing import AllowedRows, pack_texts
-from asyncrl.trainer.policy import (
+from asyncrl.trainer.attention import banded_attention, tree
+from asyncrl.trainer.attention.forward_plan import find_plan, probe_model
+from asyncrl.trainer.loss.packing import AllowedRows, pack_texts
+from asyncrl.trainer.model import policy as policy_module
+from asyncrl.trainer.model.policy import (
     BalanceLoss,
     ForwardPlan,
     HeadUse,

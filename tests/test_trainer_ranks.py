@@ -43,10 +43,10 @@ from asyncrl.messages.trainer_api import (
     Tokens,
     TrainerHealth,
 )
-from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.rank_process import TrainerService
-from asyncrl.trainer.ranks import Ranks, meet
+from asyncrl.trainer.ranks.offload import local_of
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.rank_process import TrainerService
+from asyncrl.trainer.ranks.ranks import Ranks, meet
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors

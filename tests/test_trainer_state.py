@@ -13,8 +13,8 @@ import torch
 from trainer_cases import MakeStep, full_disk, train_versions
 
 from asyncrl.base.http import Refused
-from asyncrl.trainer.rank_process import _words
-from asyncrl.trainer.ranks import BrokenStepError, loss_behind
+from asyncrl.trainer.ranks.rank_process import _words
+from asyncrl.trainer.ranks.ranks import BrokenStepError, loss_behind
 from asyncrl.trainer.trainer_client import LOST_STATUS
 
 LORA = {"rank": 4, "alpha": 8.0}

@@ -26,9 +26,9 @@ from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
-from asyncrl.trainer.objective import BatchNumbers
-from asyncrl.trainer.optimizer import learning_rate_at
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.loss.objective import BatchNumbers
+from asyncrl.trainer.ranks.optimizer import learning_rate_at
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 Answer = tuple[torch.Tensor, dict[str, Any]]
 

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import load_config
 from asyncrl.models.loading import load_language_model
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
-from asyncrl.trainer.state import save_folder
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.ranks.state import save_folder
 from asyncrl.weights.export import named_weights, whole_tensors
 
 VARIABLE = "ASYNCRL_TRANSFORMERS_4"

@@ -20,7 +20,7 @@ from trainer_cases import make_batch, make_spec
 from weight_cases import chunks_of
 
 from asyncrl.base.http import Refused
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.weights import tensor_files
 from asyncrl.weights.tensor_files import (
     block_sums,

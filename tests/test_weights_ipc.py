@@ -25,7 +25,7 @@ from asyncrl.messages.engine_api import (
     WakeRequest,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import make_memory
 from asyncrl.weights.tensor_files import digest_tensors

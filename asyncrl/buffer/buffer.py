@@ -328,7 +328,7 @@ def _versions(group: Group) -> tuple[int, int]:
 
 def rewards_of(group: Group) -> dict[str, set[float]]:
     """Return the rewards that are compared with each other: of a group's rollouts or
-    credits, by role if all have one, as by_role() of trainer/objective.py does.
+    credits, by role if all have one, as by_role() of trainer/loss/objective.py does.
 
     Equal rewards give no gradient. Dynamic sampling replaces such groups (DAPO,
     https://arxiv.org/abs/2503.14476, section 3.2).

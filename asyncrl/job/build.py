@@ -65,7 +65,7 @@ from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers, asked_gauges
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
 from asyncrl.tasks.task import RowTask
-from asyncrl.trainer.model_folder import ModelPin, make_model_folder
+from asyncrl.trainer.model.model_folder import ModelPin, make_model_folder
 
 logger = logging.getLogger("asyncrl.job.build")
 

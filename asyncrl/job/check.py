@@ -83,7 +83,7 @@ from asyncrl.tasks.sources import (
     take_prompts,
 )
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model_folder import (
+from asyncrl.trainer.model.model_folder import (
     check_model_type,
     check_plain,
     fetch_architectures,
@@ -349,7 +349,7 @@ def _try_model(config: RunConfig) -> Iterator[str]:
     if config.model.scratch is None and not path.is_file():
         return
     try:
-        from asyncrl.trainer.model_trial import try_model
+        from asyncrl.trainer.model.model_trial import try_model
     except ModuleNotFoundError as error:
         yield f"model: its architecture is not checked: that needs the package {error.name}"
     else:
@@ -517,7 +517,7 @@ def _try_engines(config: RunConfig, found: Found) -> None:
         if not architecture or find_support(architecture.get("model_type", "")):
             continue
         try:
-            from asyncrl.trainer.model_trial import try_engine
+            from asyncrl.trainer.model.model_trial import try_engine
         except ModuleNotFoundError as error:
             found.lines.append(
                 f"{key}=embedded: not tried: that needs the package {error.name}"
@@ -541,7 +541,7 @@ def _check_model(
             check_model_type(
                 architecture.get("model_type"), "model.scratch.architecture"
             )
-            from asyncrl.trainer.random_init import make_character_tokenizer
+            from asyncrl.trainer.model.random_init import make_character_tokenizer
 
             characters = model.scratch.characters
             has_tool_role = model.scratch.has_tool_role

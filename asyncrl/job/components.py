@@ -21,7 +21,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin
-from asyncrl.trainer.model_folder import ModelPin
+from asyncrl.trainer.model.model_folder import ModelPin
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -59,7 +59,7 @@ from asyncrl.observe.trackers import Callbacks
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import record_code
-from asyncrl.trainer.model_folder import fetch_architectures
+from asyncrl.trainer.model.model_folder import fetch_architectures
 
 EVALUATING = ("publisher", "evaluation")
 """Tasks that the last evaluation needs."""

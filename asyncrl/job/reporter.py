@@ -66,7 +66,7 @@ from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import asked_gauges
-from asyncrl.trainer.step_metrics import GAP_WARNING
+from asyncrl.trainer.loss.step_metrics import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.observe.web import WebServer

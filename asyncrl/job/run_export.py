@@ -40,7 +40,7 @@ from asyncrl.observe.run_dir import (
 )
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
-from asyncrl.trainer.model_folder import ModelPin, find_model
+from asyncrl.trainer.model.model_folder import ModelPin, find_model
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -243,7 +243,7 @@ def _load(
     tell: Callable[[str], None],
 ) -> None:
     """Write a model, or the adapters of the base model of this name."""
-    from asyncrl.trainer.state import save_model, save_peft
+    from asyncrl.trainer.ranks.state import save_model, save_peft
 
     model = config.model
     template = model.chat_template

@@ -57,7 +57,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model_folder import load_limit_s
+from asyncrl.trainer.model.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class ServerFactory:
             ]
             caller = Caller(f"trainer-{rank}", "", self.secret)
             child = self._process(
-                caller.name, "asyncrl.trainer.rank_process", spec, of_node
+                caller.name, "asyncrl.trainer.ranks.rank_process", spec, of_node
             )
             servers.append(
                 Server(

@@ -33,7 +33,7 @@ from asyncrl.observe.console import logging_to
 from asyncrl.observe.run_dir import CONFIG_FILE, LOG_FILE, SUMMARY_FILE
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.tasks.sources import CODE_PIN, DATA_PIN, DataPin
-from asyncrl.trainer.model_folder import MODEL_PIN, ModelPin
+from asyncrl.trainer.model.model_folder import MODEL_PIN, ModelPin
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "status", "watchdog", "checkpoint ")

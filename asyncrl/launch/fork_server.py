@@ -33,8 +33,8 @@ from asyncrl.base.signals import (
 from asyncrl.base.waits import shielded
 
 PRELOADED = (
-    "asyncrl.trainer.random_init",
-    "asyncrl.trainer.rank_process",
+    "asyncrl.trainer.model.random_init",
+    "asyncrl.trainer.ranks.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
 )

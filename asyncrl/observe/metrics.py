@@ -1,5 +1,5 @@
 """Declare every metric once (metrics.csv), and measure batches. job/reporter.py
-collects the gauges() of all parts, and trainer/step_metrics.py measures optimizer
+collects the gauges() of all parts, and trainer/loss/step_metrics.py measures optimizer
 steps. docs/metrics.md is written from GAUGES.
 """
 

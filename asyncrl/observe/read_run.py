@@ -136,7 +136,7 @@ def table_of(lines: Iterable[Mapping[str, object]]) -> Table:
 
 
 class Entry(TypedDict):
-    """A trajectory of a step, written by asyncrl.trainer.step_metrics."""
+    """A trajectory of a step, written by asyncrl.trainer.loss.step_metrics."""
 
     group_id: int
     prompt_id: str

@@ -25,7 +25,7 @@ from asyncrl.observe.run_numbers import (
     time_shares,
 )
 from asyncrl.observe.timeline import Mark
-from asyncrl.trainer.step_metrics import GAP_WARNING, NOT_FINITE_ADVICE
+from asyncrl.trainer.loss.step_metrics import GAP_WARNING, NOT_FINITE_ADVICE
 
 MIN_STEPS = 20
 """A shorter run is not said to get worse."""

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from asyncrl.algorithms.registry import RECIPES
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
-from asyncrl.trainer.compiled import missing_for_compiling
-from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import Costs, PackRules, micro_batches
-from asyncrl.trainer.policy import HeadUse, head_scores
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.step_metrics import GAP_WARNING
-from asyncrl.trainer.supports import Entries
+from asyncrl.trainer.loss.objective import BatchNumbers, Objective
+from asyncrl.trainer.loss.packing import Costs, PackRules, micro_batches
+from asyncrl.trainer.loss.step_metrics import GAP_WARNING
+from asyncrl.trainer.loss.supports import Entries
+from asyncrl.trainer.model.compiled import missing_for_compiling
+from asyncrl.trainer.model.policy import HeadUse, head_scores
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import ONE_RANK
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 

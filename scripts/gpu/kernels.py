@@ -14,8 +14,8 @@ from torch.nn.attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncrl.trainer.attention import _attend, number_of
-from asyncrl.trainer.tree import (
+from asyncrl.trainer.attention.packed_attention import _attend, number_of
+from asyncrl.trainer.attention.tree import (
     KernelPass,
     Layout,
     Piece,

@@ -19,8 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.tokens import Tokens, spans_of
 from asyncrl.messages.trainer_api import BatchHeader
-from asyncrl.trainer.random_init import make_character_tokenizer
-from asyncrl.trainer.rank_process import TrainerService
+from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.ranks.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 from gpu.rows import Bench
 

@@ -12,7 +12,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.launch.plan import model_shape, size_text, trainer_memory
 from asyncrl.messages.trainer_api import pack_batch
-from asyncrl.trainer.build_model import use_deterministic
+from asyncrl.trainer.model.build_model import use_deterministic
 from gpu.models import (
     Trainer,
     architecture,

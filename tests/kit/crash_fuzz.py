@@ -42,7 +42,7 @@ from resume_checker import (
 from safetensors.torch import load_file
 
 CHILDREN = {
-    "trainer": "asyncrl.trainer.rank_process",
+    "trainer": "asyncrl.trainer.ranks.rank_process",
     "engine": "asyncrl_servers.embedded",
 }
 """Processes that the run itself restarts, and a part of their command lines."""

@@ -14,9 +14,9 @@ from scoring_cases import make_decoder
 from asyncrl.config import ScratchConfig, load_config, run_config_yaml
 from asyncrl.job.run_export import export_run
 from asyncrl.journal.checkpoint_folders import write_manifest
-from asyncrl.trainer.model_folder import ModelPin
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.model.model_folder import ModelPin
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 
 def no_words(_: str) -> None:

@@ -29,11 +29,11 @@ from trainer_cases import batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.config import LoraConfig
-from asyncrl.trainer.build_model import plan_of
-from asyncrl.trainer.lora import Adapters
-from asyncrl.trainer.packing import micro_batches
-from asyncrl.trainer.policy import ForwardPlan, Policy
-from asyncrl.trainer.ranks import ONE_RANK
+from asyncrl.trainer.loss.packing import micro_batches
+from asyncrl.trainer.model.build_model import plan_of
+from asyncrl.trainer.model.lora import Adapters
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
+from asyncrl.trainer.ranks.ranks import ONE_RANK
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/models.csv"

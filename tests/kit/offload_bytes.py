@@ -12,7 +12,7 @@ from trainer_cases import make_batch, make_spec
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.plan import model_shape, rank_memory
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 PARTS = dict.fromkeys(("weights", "gradients", "optimizer"), "always")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from trainer_cases import Rows, batch_of, naive
 
-from asyncrl.trainer.packing import micro_batches
-from asyncrl.trainer.policy import (
+from asyncrl.trainer.loss.packing import micro_batches
+from asyncrl.trainer.model.policy import (
     Policy,
 )
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.ranks.ranks import Ranks
 
 Found = tuple[Tensor, dict[str, Tensor]]
 

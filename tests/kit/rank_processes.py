@@ -120,7 +120,12 @@ def running(
             arguments = (
                 f"--spec {folder / f'spec-{rank}.json'} --fd {descriptor}".split()
             )
-            command = [sys.executable, "-m", "asyncrl.trainer.rank_process", *arguments]
+            command = [
+                sys.executable,
+                "-m",
+                "asyncrl.trainer.ranks.rank_process",
+                *arguments,
+            ]
             environment = {
                 SECRET_ENV: "s3cret",
                 "PYTHONPATH": str(folder),

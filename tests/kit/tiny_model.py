@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:+-*=?\n"
 

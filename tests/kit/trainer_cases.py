@@ -22,9 +22,9 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import COLUMNS, Tokens, spans_of
 from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
-from asyncrl.trainer.attention import ATTENTION
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.attention.packed_attention import ATTENTION
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 MakeStep = Callable[..., TrainerRank]

@@ -24,7 +24,7 @@ from asyncrl.extensions.vllm.vllm_process import VllmRequirements
 from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
-from asyncrl.trainer.random_init import make_character_tokenizer
+from asyncrl.trainer.model.random_init import make_character_tokenizer
 
 MAX_LENGTH, CANARY_LIMIT = 2600, 1e-3
 LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"

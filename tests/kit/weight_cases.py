@@ -15,7 +15,7 @@ from asyncrl.messages.trainer_api import (
     ExportChunkResponse,
     ExportResponse,
 )
-from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank
 
 
 def chunks_of(step: TrainerRank) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:

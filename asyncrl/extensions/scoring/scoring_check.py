@@ -17,7 +17,7 @@ from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check import positions_of
 from asyncrl.launch.plan import read_architecture
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import find_on_disk
+from asyncrl.trainer.model.model_folder import find_on_disk
 
 REACH_S = 10.0
 """Limit for the answers of a server that others have started."""

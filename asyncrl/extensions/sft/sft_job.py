@@ -39,7 +39,7 @@ from asyncrl.observe.run_dir import (
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.sources import DATA_PIN, DataPin
-from asyncrl.trainer.model_folder import ModelPin
+from asyncrl.trainer.model.model_folder import ModelPin
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -54,10 +54,10 @@ from asyncrl.models.loading import (
     sections_of,
     ties_of,
 )
-from asyncrl.trainer.model_folder import GENERATION, TOKENIZER
-from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.optimizer import Trained
-from asyncrl.trainer.ranks import BrokenStepError, Ranks
+from asyncrl.trainer.model.model_folder import GENERATION, TOKENIZER
+from asyncrl.trainer.ranks.offload import local_of
+from asyncrl.trainer.ranks.optimizer import Trained
+from asyncrl.trainer.ranks.ranks import BrokenStepError, Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
     LazyWeights,
@@ -575,7 +575,7 @@ def save_peft(
     chat_template: str | None,
 ) -> None:
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
-    from asyncrl.trainer.lora import save_adapter
+    from asyncrl.trainer.model.lora import save_adapter
 
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
@@ -625,7 +625,7 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    from asyncrl.trainer.lora import ADAPTER
+    from asyncrl.trainer.model.lora import ADAPTER
 
     adapters = {
         name: torch.empty(size, dtype=dtype)

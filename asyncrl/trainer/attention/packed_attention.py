@@ -34,7 +34,7 @@ from asyncrl.models.attention_kinds import (
     kind_of,
 )
 from asyncrl.models.devices import to_device
-from asyncrl.trainer.banded_attention import (
+from asyncrl.trainer.attention.banded_attention import (
     BLOCK,
     Span,
     Tiles,
@@ -45,7 +45,7 @@ from asyncrl.trainer.banded_attention import (
     spans_of,
     tiles_of,
 )
-from asyncrl.trainer.tree import IntN, Layout, Piece
+from asyncrl.trainer.attention.tree import IntN, Layout, Piece
 
 log = logging.getLogger("asyncrl.trainer")
 

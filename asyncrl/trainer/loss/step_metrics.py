@@ -36,7 +36,7 @@ from asyncrl.messages.trainer_api import BatchHeader
 if TYPE_CHECKING:
     from torch._dynamo.utils import CompilationMetrics
 
-    from asyncrl.trainer.ranks import Ranks
+    from asyncrl.trainer.ranks.ranks import Ranks
 
 log = logging.getLogger("asyncrl.trainer")
 

@@ -35,19 +35,23 @@ from asyncrl.models.loading import (
     ties_of,
 )
 from asyncrl.models.rope_lengths import pin_length
-from asyncrl.trainer.attention import HOPPER, choose_flash
-from asyncrl.trainer.compiled import layers_of, why_not_compiled
-from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
-from asyncrl.trainer.optimizer import MasterWeights, cast_model
-from asyncrl.trainer.policy import ForwardPlan, Policy
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.attention.forward_plan import (
+    NotCausalError,
+    find_plan,
+    probe_model,
+)
+from asyncrl.trainer.attention.packed_attention import HOPPER, choose_flash
+from asyncrl.trainer.model.compiled import layers_of, why_not_compiled
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
+from asyncrl.trainer.ranks.optimizer import MasterWeights, cast_model
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
 
 if TYPE_CHECKING:
-    from asyncrl.trainer.lora import Adapters
+    from asyncrl.trainer.model.lora import Adapters
 
 log = logging.getLogger("asyncrl.trainer")
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
@@ -349,7 +353,7 @@ class TrainedModel:
         self.adapters: Adapters | None = None
         if lora is not None:
             # It imports peft, for half a second.
-            from asyncrl.trainer.lora import Adapters
+            from asyncrl.trainer.model.lora import Adapters
 
             self.adapters = Adapters(model, lora, self.dtype)
             if is_sharded and whole is not None:

@@ -24,9 +24,9 @@ from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.models.loading import loading, text_config
 from asyncrl.models.rope_lengths import refuse_lengths
-from asyncrl.trainer.forward_plan import probe_model
-from asyncrl.trainer.policy import BalanceLoss
-from asyncrl.trainer.random_init import (
+from asyncrl.trainer.attention.forward_plan import probe_model
+from asyncrl.trainer.model.policy import BalanceLoss
+from asyncrl.trainer.model.random_init import (
     ARCHITECTURE,
     CORRECT,
     make_character_tokenizer,
@@ -46,11 +46,11 @@ def try_model(config: RunConfig, folder: Path) -> float | None:
     with _architecture(config.model, folder) as architecture, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture)
     if lora is not None:
-        from asyncrl.trainer.lora import find_targets
+        from asyncrl.trainer.model.lora import find_targets
 
         find_targets(model, lora)
     if config.algorithm.router_replay:
-        from asyncrl.trainer.build_model import RouterReplay
+        from asyncrl.trainer.model.build_model import RouterReplay
 
         RouterReplay(model)
     if config.rollout.engine == "embedded":

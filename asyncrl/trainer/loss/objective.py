@@ -40,13 +40,13 @@ from asyncrl.messages.records import Credit, task_of
 from asyncrl.messages.tokens import DISTILL_IDS, TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.models.devices import to_device
-from asyncrl.trainer.packing import LogitSets, MicroBatch
-from asyncrl.trainer.supports import (
+from asyncrl.trainer.attention.tree import BoolN, IntN
+from asyncrl.trainer.loss.packing import LogitSets, MicroBatch
+from asyncrl.trainer.loss.supports import (
     DistillRows,
     check_supports,
 )
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.trainer.tree import BoolN, IntN
 
 Float32N = npt.NDArray[np.float32]
 Float64N = npt.NDArray[np.float64]

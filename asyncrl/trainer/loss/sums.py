@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from asyncrl.trainer import step_metrics
-from asyncrl.trainer.objective import BatchNumbers, Float32N, Stats
-from asyncrl.trainer.packing import MicroBatch
-from asyncrl.trainer.policy import Scores
-from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.step_metrics import Fresh
+from asyncrl.trainer.loss import step_metrics
+from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Stats
+from asyncrl.trainer.loss.packing import MicroBatch
+from asyncrl.trainer.loss.step_metrics import Fresh
+from asyncrl.trainer.model.policy import Scores
+from asyncrl.trainer.ranks.ranks import Ranks
 
 MicroLoss = tuple[Tensor, Stats]
 """Loss and statistics of a micro-batch, on the device."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.base.http import Refused
 from asyncrl.config.offload_config import ModelPart, Rule
 from asyncrl.messages.engine_api import TrainerPart, TransferStats
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.weights.aside import (
     Copies,
     content_in,

@@ -32,9 +32,9 @@ from asyncrl.models.structure import (
     outermost,
     parts_of_layers,
 )
-from asyncrl.trainer.packing import MicroBatch, pack_texts
-from asyncrl.trainer.policy import ForwardPlan, Policy
-from asyncrl.trainer.tree import IntN, places_of
+from asyncrl.trainer.attention.tree import IntN, places_of
+from asyncrl.trainer.loss.packing import MicroBatch, pack_texts
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
 
 REFUSALS = (*MODEL_ERRORS, UnknownAttentionError)
 LARGE_STATE = 100.0

@@ -16,17 +16,17 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config import AlgorithmConfig
 from asyncrl.models.devices import to_device
-from asyncrl.trainer import packing
-from asyncrl.trainer.build_model import TrainedModel, reshard
-from asyncrl.trainer.objective import BatchNumbers, Float32N
-from asyncrl.trainer.optimizer import Trained, make_optimizer
-from asyncrl.trainer.packing import MicroBatch
-from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.step_metrics import StepMeter
-from asyncrl.trainer.sums import MicroLoss, gather_losses
+from asyncrl.trainer.attention.tree import BoolN
+from asyncrl.trainer.loss import packing
+from asyncrl.trainer.loss.objective import BatchNumbers, Float32N
+from asyncrl.trainer.loss.packing import MicroBatch
+from asyncrl.trainer.loss.step_metrics import StepMeter
+from asyncrl.trainer.loss.sums import MicroLoss, gather_losses
+from asyncrl.trainer.model.build_model import TrainedModel, reshard
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.ranks.optimizer import Trained, make_optimizer
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.trainer.tree import BoolN
 
 
 class ValueModel(Policy):

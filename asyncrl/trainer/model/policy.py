@@ -31,11 +31,11 @@ from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
-from asyncrl.trainer.attention import ATTENTION, number_of
-from asyncrl.trainer.compiled import compile_layers, compiled, layers_of
-from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
-from asyncrl.trainer.supports import Entries, EntriesPart, SupportRows
-from asyncrl.trainer.tree import Layout, places_of
+from asyncrl.trainer.attention.packed_attention import ATTENTION, number_of
+from asyncrl.trainer.attention.tree import Layout, places_of
+from asyncrl.trainer.loss.packing import AllowedRows, MicroBatch, PackRules, costs_of
+from asyncrl.trainer.loss.supports import Entries, EntriesPart, SupportRows
+from asyncrl.trainer.model.compiled import compile_layers, compiled, layers_of
 
 log = logging.getLogger("asyncrl.trainer")
 LOSS = "load_balancing_loss_func"

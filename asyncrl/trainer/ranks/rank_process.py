@@ -42,9 +42,9 @@ from asyncrl.base.http import (
 )
 from asyncrl.messages import trainer_api as api
 from asyncrl.models.devices import choose_device
-from asyncrl.trainer.rank import TrainerRank
-from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
-from asyncrl.trainer.step_metrics import hold_record
+from asyncrl.trainer.loss.step_metrics import hold_record
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from asyncrl.messages.tokens import (
     Tokens,
 )
 from asyncrl.models.devices import to_device
-from asyncrl.trainer.tree import BoolN, IntN
+from asyncrl.trainer.attention.tree import BoolN, IntN
 
 FULL = -1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import TrainerConfig
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.weights.tensor_files import float32_names
 
 

@@ -77,7 +77,7 @@ async def make_model_folder(
     }
     try:
         returncode, text = await run(
-            "asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S
+            "asyncrl.trainer.model.random_init", [json.dumps(values)], MAKE_TIMEOUT_S
         )
     finally:
         settle_folder(folder)  # remove what a killed process leaves

@@ -23,7 +23,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
-from asyncrl.trainer.forward_plan import probe_model
+from asyncrl.trainer.attention.forward_plan import probe_model
 from asyncrl.weights.export import (
     local_if_whole,
     merge,

@@ -40,29 +40,29 @@ from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
 from asyncrl.models.profiling import StepProfiler
-from asyncrl.trainer import objective, packing, step_metrics
-from asyncrl.trainer.build_model import TrainedModel, reshard, set_up_torch
-from asyncrl.trainer.compiled import compilations
-from asyncrl.trainer.critic import Critic
-from asyncrl.trainer.exports import Exports
-from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
-from asyncrl.trainer.offload import Offload
-from asyncrl.trainer.optimizer import Trained, make_optimizer
-from asyncrl.trainer.packing import LogitSets, MicroBatch
-from asyncrl.trainer.policy import BalanceLoss, Policy, Scores
-from asyncrl.trainer.ranks import ONE_RANK, BrokenStepError, Ranks
-from asyncrl.trainer.state import CRITIC, POLICY, Progress, TrainerState
-from asyncrl.trainer.step_metrics import Fresh
-from asyncrl.trainer.sums import (
+from asyncrl.trainer.attention.tree import BoolN
+from asyncrl.trainer.loss import objective, packing, step_metrics
+from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Objective
+from asyncrl.trainer.loss.packing import LogitSets, MicroBatch
+from asyncrl.trainer.loss.step_metrics import Fresh
+from asyncrl.trainer.loss.sums import (
     MicroLoss,
     PartSums,
     VersionSums,
     gather_losses,
     gather_scores,
 )
-from asyncrl.trainer.supports import find_supports
+from asyncrl.trainer.loss.supports import find_supports
+from asyncrl.trainer.model.build_model import TrainedModel, reshard, set_up_torch
+from asyncrl.trainer.model.compiled import compilations
+from asyncrl.trainer.model.critic import Critic
+from asyncrl.trainer.model.exports import Exports
+from asyncrl.trainer.model.policy import BalanceLoss, Policy, Scores
+from asyncrl.trainer.ranks.offload import Offload
+from asyncrl.trainer.ranks.optimizer import Trained, make_optimizer
+from asyncrl.trainer.ranks.ranks import ONE_RANK, BrokenStepError, Ranks
+from asyncrl.trainer.ranks.state import CRITIC, POLICY, Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.trainer.tree import BoolN
 from asyncrl.weights.export import whole_tensors
 from asyncrl.weights.tensor_files import digest_tensors
 

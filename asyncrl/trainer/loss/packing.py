@@ -23,9 +23,7 @@ from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.models.devices import to_device
 from asyncrl.models.rope_lengths import LengthBorder
-from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.supports import FULL, DistillRows, SupportRows, SupportSets
-from asyncrl.trainer.tree import (
+from asyncrl.trainer.attention.tree import (
     BoolN,
     IntN,
     Layout,
@@ -34,6 +32,8 @@ from asyncrl.trainer.tree import (
     lay_out,
     places_of,
 )
+from asyncrl.trainer.loss.supports import FULL, DistillRows, SupportRows, SupportSets
+from asyncrl.trainer.ranks.ranks import Ranks
 
 log = logging.getLogger("asyncrl.trainer")
 

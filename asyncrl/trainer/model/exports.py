@@ -18,10 +18,10 @@ from torch import Tensor
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.models.structure import hooked
-from asyncrl.trainer import packing
-from asyncrl.trainer.build_model import TrainedModel, reshard
-from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.state import save_folder
+from asyncrl.trainer.loss import packing
+from asyncrl.trainer.model.build_model import TrainedModel, reshard
+from asyncrl.trainer.ranks.ranks import Ranks
+from asyncrl.trainer.ranks.state import save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights import export
 from asyncrl.weights.export import AdapterTransport, Exported, LazyWeights, Transport

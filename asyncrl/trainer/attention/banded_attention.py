@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncrl.models.attention_kinds import AttentionKind
 from asyncrl.models.devices import to_device
-from asyncrl.trainer.tree import IntN, Layout, places_of
+from asyncrl.trainer.attention.tree import IntN, Layout, places_of
 
 BLOCK = 64
 MOST_KEYS = 2**14

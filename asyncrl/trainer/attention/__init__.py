@@ -1,0 +1,1 @@
+"""Attention over packed texts, and how texts share a forward pass."""

@@ -1,0 +1,1 @@
+"""From a batch to micro-batches, and from logprobs to a loss and its metrics."""

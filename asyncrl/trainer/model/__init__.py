@@ -1,0 +1,1 @@
+"""Models of the trainer: built, adapted, compiled, exported."""

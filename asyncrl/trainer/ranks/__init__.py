@@ -1,0 +1,1 @@
+"""Ranks: their process, steps, optimizer, offloads and saved state."""
