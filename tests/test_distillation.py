@@ -48,7 +48,7 @@ from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check import find_models
 from asyncrl.job.run_export import export_run
-from asyncrl.launch.plan import disk_sizes
+from asyncrl.launch.memory import disk_sizes
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import (
     SUPPORT,

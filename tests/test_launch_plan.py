@@ -30,14 +30,14 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import described_nodes, find_python, single_node
+from asyncrl.launch.memory import Memory
+from asyncrl.launch.model_sizes import model_shape
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
     DISK,
-    Memory,
     Plan,
     ProcessPlan,
     make_plan,
-    model_shape,
     offload_text,
     plan_run,
     plan_text,

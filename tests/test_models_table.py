@@ -13,7 +13,7 @@ from model_zoo import TYPES, make_config
 from transformers import CONFIG_MAPPING
 
 from asyncrl.config import ModelConfig
-from asyncrl.launch.plan import model_shape
+from asyncrl.launch.model_sizes import model_shape
 from asyncrl.models.structure import find_structure
 from asyncrl.models.support import find_support
 from asyncrl.trainer.attention.forward_plan import probe_model

@@ -27,7 +27,7 @@ from asyncrl.extensions.scoring.reward_client import RewardModelClient
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher import Teacher
-from asyncrl.launch.plan import model_shape
+from asyncrl.launch.model_sizes import model_shape
 
 # one process imports the modules that they fork
 pytestmark = [

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig
-from asyncrl.launch.plan import model_shape
+from asyncrl.launch.model_sizes import model_shape
 from asyncrl.trainer.attention.forward_plan import find_plan
 from asyncrl.trainer.loss import step_metrics
 from asyncrl.trainer.loss.packing import MicroBatch, pack_texts

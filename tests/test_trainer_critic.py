@@ -44,7 +44,8 @@ from asyncrl.base.http import CallRefused, Refused
 from asyncrl.config import RunConfig
 from asyncrl.config.load import checked
 from asyncrl.job.check import find_models
-from asyncrl.launch.plan import model_shape, saved_bytes, trainer_memory
+from asyncrl.launch.memory import saved_bytes, trainer_memory
+from asyncrl.launch.model_sizes import model_shape
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, StateRequest, TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

@@ -45,14 +45,16 @@ from asyncrl.job.config_warnings import (
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.launch.machine import Node, find_worker_python
+from asyncrl.launch.model_sizes import (
+    find_architecture,
+    read_architecture,
+    read_text_architecture,
+)
 from asyncrl.launch.plan import (
     DISK,
-    find_architecture,
     offload_text,
     plan_run,
     plan_text,
-    read_architecture,
-    read_text_architecture,
     refuse_over_capacity,
     resolve_auto,
     size_text,

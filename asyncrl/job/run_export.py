@@ -26,7 +26,7 @@ from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import job_forms, writer_of
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
-from asyncrl.launch.plan import find_architecture
+from asyncrl.launch.model_sizes import find_architecture
 from asyncrl.observe.run_dir import (
     ID_FILE,
     SUMMARY_FILE,

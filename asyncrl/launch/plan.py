@@ -7,39 +7,33 @@ and weight copies.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.base.progress import told_if_long
-from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
-from asyncrl.config.engine_facts import EngineCapabilities
+from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import ENGINES
-from asyncrl.config.offload_config import (
-    CRITIC_PASS,
-    CRITIC_STEP,
-    POLICY_PASS,
-    POLICY_STEP,
-    POLICY_WEIGHTS,
-    REFERENCE_WEIGHTS,
-    ModelPart,
-    Rule,
-    Trained,
-)
-from asyncrl.config.trainer_config import (
-    CPU_MICRO_BATCH_TOKENS,
-    MIN_SLICE,
-    MOST_LOGITS,
-)
+from asyncrl.config.offload_config import POLICY_WEIGHTS, ModelPart, Rule
 from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
+from asyncrl.launch.memory import (
+    Memory,
+    critic_run,
+    disk_sizes,
+    engine_memory,
+    graph_bytes,
+    item_bytes,
+    leaving_parts,
+    loaded_bytes,
+    rank_memory,
+    saved_bytes,
+)
+from asyncrl.launch.model_sizes import ModelShape, model_shape
 from asyncrl.launch.placement import (
     NO_DEVICE,
     ExtraServer,
@@ -49,27 +43,14 @@ from asyncrl.launch.placement import (
     cuda_devices,
     place,
 )
-from asyncrl.models.support import EXPERTS, has_experts, has_states
 
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
-DETERMINISTIC_BYTES = 132 * 128 * 4
-"""Per token, of FlashAttention 2's deterministic backward pass: a query head's float32
-gradient, for each of an H100's multiprocessors, with heads of 128.
-"""
-GRAPH_ROWS, GRAPH_ROW_BYTES = 32, 40
-"""Rows that a graph draws at once (DRAWN_ROWS of fused_decode.py), and bytes for each
-row and token of the vocabulary: 28 of five arrays, and space between them.
-"""
 SHARED, DISK = "/dev/shm", "run directory"
-CHECKPOINT_BYTES = 12
-"""Per trained parameter: master weight and AdamW's two moments, in float32."""
 EXPORT_FILES = 3
 """Versions of the weights in /dev/shm: two are kept, and a third is written before the
 oldest is removed.
 """
-JOURNAL_BYTES = 16
-"""Per token of a batch, at most, without algorithm.distill_top_k."""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
@@ -87,26 +68,6 @@ FIT_SHARED = (
 
 
 HostSide = Literal["host", "loading", "saving"]
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second
-    weights, or offloaded state.
-    """
-
-    parameters: int = 0
-    optimizer: int = 0
-    kv: int = 0
-    micro_batch: int = 0
-    copies: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
-
-    def split(self, num: int) -> Memory:
-        return Memory(*(-(-size // num) for size in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,284 +326,6 @@ def held_besides(
         yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
     folders = 2 if config.model.scratch else 1
     yield ProcessPlan("weights", "host", DISK, 0, Memory(copies=folders * whole))
-
-
-def loaded_bytes(config: RunConfig, shape: ModelShape, *, item_bytes: int) -> int:
-    """Return the bytes of the model's weights as the trainer loads them on a host."""
-    is_half = (
-        config.trainer.lora is not None
-        or "bfloat16" in read_architecture(config.model).values()
-    )
-    return shape.num_parameters * (item_bytes if is_half else 4)
-
-
-def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
-    """Return the largest sizes of checkpoints and journal in the run directory."""
-    checkpoint, trainer = config.checkpoint, config.trainer
-    steps = trainer.num_steps
-    # one is written before one is removed
-    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)
-    # Without keep_every the divisor is above `steps`: 0.
-    num_kept += steps // (checkpoint.keep_every or steps + 1)
-    if config.journal.keep == "checkpoint":
-        steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
-    tokens = (
-        steps
-        * trainer.num_groups
-        * config.rollout.group_size
-        * config.rollout.max_length
-    )
-    # Ids and logprobs of algorithm.distill_top_k do not compress.
-    token_bytes = JOURNAL_BYTES + 8 * config.algorithm.num_distill_ids
-    return {
-        f"{num_kept} checkpoints": num_kept * checkpoint_bytes,
-        "journal": token_bytes * tokens,
-    }
-
-
-def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of trained parameters, assuming adapters on seven matrices per
-    layer.
-    """
-    lora = config.trainer.lora
-    if lora is None:
-        return shape.num_parameters
-    return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
-
-
-def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
-    """Return a run that trains the critic's model as its policy, and the shape of that
-    model without its head; None without a critic.
-    """
-    critic = config.critic
-    if critic is None:
-        return None
-    model = config.model
-    if critic.path is not None:
-        model = ModelConfig(
-            path=critic.path, revision=critic.revision, dtype=config.model.dtype
-        )
-    shape = model_shape(model)
-    head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
-    update: dict[str, object] = {
-        "critic": None,
-        "model": model,
-        "algorithm": AlgorithmConfig(),
-        "trainer": config.trainer.model_copy(update={"lora": None}),
-    }
-    without_head = replace(
-        shape,
-        num_parameters=shape.num_parameters - head,
-        embeddings=shape.embeddings - head,
-    )
-    return config.model_copy(update=update), without_head
-
-
-def saved_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of a checkpoint's weights and optimizer state."""
-    critic = critic_run(config)
-    num_weights = num_trained(config, shape)
-    if critic is not None:
-        num_weights += num_trained(*critic)
-    return CHECKPOINT_BYTES * num_weights
-
-
-def leaving_parts(config: RunConfig, *, moves: bool) -> list[ModelPart]:
-    """Return the parts that are in host memory at times. `moves`: the engines take the
-    device. A gradient is kept only within a step.
-    """
-    return [
-        one
-        for one, rule in config.offload_rules.items()
-        if config.trainer.offload.by_layer
-        or rule == "always"
-        or (rule == "auto" and moves and one.part != "gradients")
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of a trainer rank: of its models' parts, and of a micro-batch of each
-    model. `merged`: merged adapters.
-    """
-
-    parts: Mapping[ModelPart, int]
-    micro_batches: Mapping[Trained, int]
-    merged: int = 0
-
-    def peak(self, rules: Mapping[ModelPart, Rule]) -> Memory:
-        """Return the largest sum of a step's phases: the parts in use, parts that never
-        leave within a step, and a micro-batch.
-
-        Example, in GiB: a policy of 4 for weights, 4 for gradients, 8 for the optimizer
-        and 6 for a micro-batch needs 22. With the rule "always" for its optimizer a
-        pass needs 4 + 4 + 6 = 14, and the optimizer step 4 + 4 + 8 = 16, the peak.
-        """
-        passes: dict[Trained, tuple[ModelPart, ...]] = {
-            "policy": POLICY_PASS,
-            "reference": (REFERENCE_WEIGHTS,),
-            "critic": CRITIC_PASS,
-        }
-        sums = [
-            self._phase(passes[model], micro_batch, rules)
-            for model, micro_batch in self.micro_batches.items()
-        ]
-        sums += [self._phase(step, 0, rules) for step in (POLICY_STEP, CRITIC_STEP)]
-        return max(sums, key=lambda memory: memory.total)
-
-    def _phase(
-        self,
-        used: tuple[ModelPart, ...],
-        micro_batch: int,
-        rules: Mapping[ModelPart, Rule],
-    ) -> Memory:
-        here = {
-            one: size
-            for one, size in self.parts.items()
-            if rules[one] != "always" or one in used
-        }
-        reference = here.pop(REFERENCE_WEIGHTS, 0)
-        weights = sum(size for one, size in here.items() if one.part == "weights")
-        return Memory(
-            parameters=weights,
-            optimizer=sum(here.values()) - weights,
-            micro_batch=micro_batch,
-            copies=self.merged + reference,
-        )
-
-    def total_of(self, parts: Collection[ModelPart]) -> int:
-        return sum(size for one, size in self.parts.items() if one in parts)
-
-
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
-    """Return the peak of a rank."""
-    return rank_memory(config, shape, device).peak(config.offload_rules)
-
-
-def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory:
-    memory = model_memory(config, shape, device, "policy")
-    critic = critic_run(config)
-    if critic is None:
-        return memory
-    # Sharded as the policy is, which may have adapters.
-    item = item_bytes(config.model.dtype, device)
-    dtype = "bfloat16" if item == 2 else "float32"
-    is_sharded = config.trainer.is_sharded(device, dtype)
-    second = model_memory(*critic, device, "critic", is_sharded=is_sharded)
-    return replace(
-        memory,
-        parts={**memory.parts, **second.parts},
-        micro_batches={**memory.micro_batches, **second.micro_batches},
-    )
-
-
-def model_memory(
-    config: RunConfig,
-    shape: ModelShape,
-    device: str,
-    model: Literal["policy", "critic"],
-    *,
-    is_sharded: bool | None = None,
-) -> RankMemory:
-    """A sharded rank gathers embeddings and one layer. Excludes weights held for the
-    engines.
-    """
-    trainer = config.trainer
-    lora = trainer.lora
-    item = item_bytes(config.model.dtype, device)
-    num = shape.num_parameters
-    trained = num_trained(config, shape)
-    if is_sharded is None:
-        is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
-    # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
-    # float32 copy.
-    has_masters = item == 2 and lora is None and not is_sharded
-    weights = item * num if has_masters or lora is not None else 0
-    if not has_masters:
-        weights += 4 * trained
-    of_optimizer = trainer.optimizer_bytes * trained
-    if has_masters:
-        of_optimizer += 4 * trained
-    merged = 0
-    if trainer.keeps_merged:
-        merged = item * (num - shape.vocab * shape.hidden)
-    parts = {
-        ModelPart(model, "weights"): weights,
-        ModelPart(model, "gradients"): 4 * trained,
-        ModelPart(model, "optimizer"): of_optimizer,
-    }
-    kind = device.partition(":")[0]
-    tokens = trainer.micro_batch_tokens
-    if kind == "cpu":
-        tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
-    # a longer sequence is its own micro-batch
-    tokens = max(tokens, config.rollout.max_length)
-    work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
-    if trainer.deterministic and kind == "cuda":
-        work += tokens * DETERMINISTIC_BYTES
-    if is_sharded:
-        layer = (num - shape.embeddings) // max(1, shape.layers)
-        work += 2 * item * (shape.embeddings + layer)
-    micro_batches: dict[Trained, int] = {model: work}
-    if model == "policy" and config.has_reference:
-        parts[REFERENCE_WEIGHTS] = item * num
-        # Without a backward pass a layer's tensors are freed after it.
-        forward = tokens * (4 * shape.hidden + 3 * shape.active) * item
-        forward += 2 * 4 * shape.logits_at_once(tokens, kind)
-        micro_batches["reference"] = min(work, forward)
-    ranks = trainer.world_size
-    split = {one: -(-size // ranks) for one, size in parts.items()}
-    return RankMemory(split, micro_batches, merged)
-
-
-def engine_memory(
-    config: RunConfig,
-    shape: ModelShape,
-    engine: EngineCapabilities,
-    slots: int,
-    devices: Side,
-    *,
-    stages: bool,
-) -> Memory:
-    """Per device. `stages`: new weights arrive during generation."""
-    device = devices[0].name
-    if device == NO_DEVICE:
-        return Memory()
-    item = item_bytes(config.model.dtype, device)
-    length = config.rollout.max_length
-    # With pages, sequences wait while the cache is full, so only one must fit. Without
-    # pages each slot holds its full length from the start.
-    sequences = 1 if engine.pages_kv and device != "cpu" else slots
-    tokens = min(engine.forward_tokens, slots * length)
-    cached = sequences * engine.kv_length(length)
-    weights = shape.num_parameters * item
-    whole = Memory(
-        parameters=weights,
-        kv=cached * shape.layers * shape.cached * item,
-        micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
-        + slots * shape.vocab * 4 * engine.logit_copies,
-        copies=weights if stages and engine.stages_weights else 0,
-    )
-    return whole.split(len(devices))
-
-
-def graph_bytes(config: RunConfig, shape: ModelShape, device: str) -> int:
-    """Return what the graphs of fused decode steps hold, also asleep: logits, and the
-    arrays that draw GRAPH_ROWS of them.
-    """
-    if not config.rollout.fused_decode or not device.startswith("cuda"):
-        return 0
-    item = item_bytes(config.model.dtype, device)
-    slots = config.rollout.slots
-    return shape.vocab * (slots * item + GRAPH_ROWS * GRAPH_ROW_BYTES)
-
-
-def item_bytes(dtype: str, device: str) -> int:
-    return (
-        2
-        if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda"))
-        else 4
-    )
 
 
 def size_text(size: int) -> str:
@@ -927,166 +610,3 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
             }:
                 way_out = FIT_HOST
             raise ConfigError(what, rule=RULE, way_out=way_out)
-
-
-# ---- sizes of a model
-
-EXPERTS_ROUND = (
-    "rounding of an expert depends on how many tokens are routed to it at once"
-)
-STATES_ROUND = (
-    "rounding of layers with states depends on how many tokens they read at once"
-)
-QK_NORM = ("qwen3", "olmo2", "olmo3")
-"""Beginnings of model types with norms of queries and keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a decoder with gated MLPs; all 0 if unknown."""
-
-    num_parameters: int = 0
-    hidden: int = 0
-    layers: int = 0
-    vocab: int = 0
-    saved: int = 0
-    """Numbers per token and layer that its backward pass needs, with the layer's input.
-    """
-    at_end: int = 0
-    """The same of final norm and head: the last output in float32, normed, and gathered
-    for the loss.
-    """
-    cached: int = 0
-    """Keys and values, or the latent, per token and layer."""
-    active: int = 0
-    """MLP width of a token's active experts."""
-    embeddings: int = 0
-    """Parameters of embedding and head."""
-    inexact: str = ""
-    """Why a token's bits depend on the tokens that are computed with it, or ''."""
-
-    def activation_bytes(
-        self, num_tokens: int, item: int, kind: str, *, kept: float
-    ) -> int:
-        """Return the peak of a forward-backward: saved tensors, and float32 logits of a
-        slice with their gradient.
-        """
-        logits = self.logits_at_once(num_tokens, kind)
-        return self.saved_bytes(num_tokens, item, kept=kept) + 2 * 4 * logits
-
-    def logits_at_once(self, num_tokens: int, kind: str) -> int:
-        """Return the logits in a slice of the vocabulary."""
-        most = max(MOST_LOGITS[kind], MIN_SLICE * num_tokens)
-        return min(most, num_tokens * self.vocab)
-
-    def saved_bytes(self, num_tokens: int, item: int, *, kept: float) -> int:
-        """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to
-        1) of the layers' other tensors, the rest of one layer, which its backward pass
-        recomputes, and those of final norm and head.
-
-        Layers are compiled if they can be, as on CUDA: Inductor's partitioner
-        recomputes pointwise operators, and keeps products, attention and inputs of
-        norms. Counted tensors agree within 2 %; with 0 < kept < 1 this is a bound. With
-        trainer.compile=false, layers in bfloat16 save 1.4 to 1.6 times as much. Numbers
-        per head (log-sum-exps, scales of norms) are left out.
-        """
-        others = self.saved - self.hidden
-        in_layers = self.layers * (self.hidden + kept * others) + (1 - kept) * others
-        return int(num_tokens * item * (in_layers + self.at_end))
-
-
-def model_shape(model: ModelConfig) -> ModelShape:
-    architecture = read_text_architecture(model)
-    return _shape(architecture) if architecture else ModelShape()
-
-
-def read_text_architecture(model: ModelConfig) -> dict[str, Any]:
-    """Return the language model's part of config.json, or {}."""
-    architecture = read_architecture(model)
-    return dict(architecture.get("text_config", architecture))
-
-
-def read_architecture(model: ModelConfig) -> dict[str, Any]:
-    """Return the contents of config.json, or {} if it is only on the hub."""
-    if model.scratch is not None:
-        return {
-            "vocab_size": len(model.scratch.characters) + 8,
-            **model.scratch.architecture,
-        }
-    try:
-        return dict(json.loads(find_architecture(model).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def find_architecture(model: ModelConfig) -> Path:
-    """Return the path of config.json, in the hub's cache if it is only there."""
-    path = Path(os.path.expanduser(model.path or "")) / "config.json"  # noqa: PTH111  never raises
-    if not os.path.isfile(path):  # noqa: PTH113
-        with contextlib.suppress(ValueError, ModuleNotFoundError):
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(
-                str(model.path), path.name, revision=model.revision
-            )
-            path = Path(cached) if isinstance(cached, str) else path
-    return path
-
-
-def _shape(architecture: Mapping[str, Any]) -> ModelShape:
-    def size(name: str, default: int = 0) -> int:
-        value = architecture.get(name) or default
-        # Gemma 3n has a width for each layer.
-        return max(value) if isinstance(value, list) else int(value)
-
-    hidden, layers, vocab = (
-        size("hidden_size"),
-        size("num_hidden_layers"),
-        size("vocab_size"),
-    )
-    heads = size("num_attention_heads", 1)
-    head_dim = size("head_dim", hidden // heads)
-    keys = size("num_key_value_heads", heads) * head_dim
-    attention = 2 * (heads * head_dim + keys)
-    model_type = architecture.get("model_type", "")
-    # The layer's input, its norm, and both again before the MLP; gate, up, and their
-    # product.
-    saved, of_mlp, at_end = 4 * hidden + attention, 3, 4 * hidden
-    if model_type.startswith(QK_NORM):
-        saved += attention // 2  # before their norm, and rotated
-    if model_type.startswith("gemma3"):
-        # Uncompiled, because of its sliding windows. Four norms of a layer, and those
-        # of queries and keys, save two float32 tensors each.
-        saved, of_mlp, at_end = 18 * hidden + 3 * attention, 4, 5 * hidden
-    latent = (
-        size("kv_lora_rank") + size("qk_rope_head_dim") if size("kv_lora_rank") else 0
-    )
-    width = active = size("intermediate_size", 4 * hidden)
-    inexact = STATES_ROUND if has_states(architecture) else ""
-    if has_experts(architecture):
-        inexact = EXPERTS_ROUND
-        num_experts = max(map(size, EXPERTS))
-        expert = size("moe_intermediate_size", width)
-        shared = size(
-            "shared_expert_intermediate_size", size("n_shared_experts") * expert
-        )
-        width = num_experts * expert + shared
-        chosen = size("num_experts_per_tok", size("moe_k", 1))
-        active = chosen * expert + shared
-        saved += 2 * chosen * hidden  # each expert's input and output
-    embeddings = (
-        vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
-    )
-    return ModelShape(
-        # ignores norms and routers; assumes experts in all layers
-        num_parameters=embeddings + layers * hidden * (attention + 3 * width),
-        hidden=hidden,
-        layers=layers,
-        vocab=vocab,
-        saved=saved + of_mlp * active,
-        at_end=at_end,
-        cached=latent or 2 * keys,
-        active=active,
-        embeddings=embeddings,
-        inexact=inexact,
-    )

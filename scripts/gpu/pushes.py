@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.config import ModelConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.launch.plan import model_shape
+from asyncrl.launch.model_sizes import model_shape
 from asyncrl.weights.export import LazyWeights, chunks_of, entries_of, named_weights
 from asyncrl.weights.ipc import Chunks, SharedChunk
 from gpu.models import make_folder

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.plan import model_shape, size_text, trainer_memory
+from asyncrl.launch.memory import trainer_memory
+from asyncrl.launch.model_sizes import model_shape
+from asyncrl.launch.plan import size_text
 from asyncrl.messages.trainer_api import pack_batch
 from asyncrl.trainer.model.build_model import use_deterministic
 from gpu.models import (

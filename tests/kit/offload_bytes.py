@@ -11,7 +11,8 @@ from pathlib import Path
 from trainer_cases import make_batch, make_spec
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.plan import model_shape, rank_memory
+from asyncrl.launch.memory import rank_memory
+from asyncrl.launch.model_sizes import model_shape
 from asyncrl.trainer.ranks.rank import TrainerRank
 
 PARTS = dict.fromkeys(("weights", "gradients", "optimizer"), "always")

@@ -1,0 +1,334 @@
+"""Bytes of weights, optimizer, caches and activations, by process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Literal
+
+from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
+from asyncrl.config.engine_facts import EngineCapabilities
+from asyncrl.config.offload_config import (
+    CRITIC_PASS,
+    CRITIC_STEP,
+    POLICY_PASS,
+    POLICY_STEP,
+    REFERENCE_WEIGHTS,
+    ModelPart,
+    Rule,
+    Trained,
+)
+from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
+from asyncrl.launch.model_sizes import ModelShape, model_shape, read_architecture
+from asyncrl.launch.placement import NO_DEVICE, Side
+
+DETERMINISTIC_BYTES = 132 * 128 * 4
+"""Per token, of FlashAttention 2's deterministic backward pass: a query head's float32
+gradient, for each of an H100's multiprocessors, with heads of 128.
+"""
+GRAPH_ROWS, GRAPH_ROW_BYTES = 32, 40
+"""Rows that a graph draws at once (DRAWN_ROWS of fused_decode.py), and bytes for each
+row and token of the vocabulary: 28 of five arrays, and space between them.
+"""
+CHECKPOINT_BYTES = 12
+"""Per trained parameter: master weight and AdamW's two moments, in float32."""
+JOURNAL_BYTES = 16
+"""Per token of a batch, at most, without algorithm.distill_top_k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second
+    weights, or offloaded state.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    kv: int = 0
+    micro_batch: int = 0
+    copies: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def split(self, num: int) -> Memory:
+        return Memory(*(-(-size // num) for size in astuple(self)))
+
+
+def loaded_bytes(config: RunConfig, shape: ModelShape, *, item_bytes: int) -> int:
+    """Return the bytes of the model's weights as the trainer loads them on a host."""
+    is_half = (
+        config.trainer.lora is not None
+        or "bfloat16" in read_architecture(config.model).values()
+    )
+    return shape.num_parameters * (item_bytes if is_half else 4)
+
+
+def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
+    """Return the largest sizes of checkpoints and journal in the run directory."""
+    checkpoint, trainer = config.checkpoint, config.trainer
+    steps = trainer.num_steps
+    # one is written before one is removed
+    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)
+    # Without keep_every the divisor is above `steps`: 0.
+    num_kept += steps // (checkpoint.keep_every or steps + 1)
+    if config.journal.keep == "checkpoint":
+        steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
+    tokens = (
+        steps
+        * trainer.num_groups
+        * config.rollout.group_size
+        * config.rollout.max_length
+    )
+    # Ids and logprobs of algorithm.distill_top_k do not compress.
+    token_bytes = JOURNAL_BYTES + 8 * config.algorithm.num_distill_ids
+    return {
+        f"{num_kept} checkpoints": num_kept * checkpoint_bytes,
+        "journal": token_bytes * tokens,
+    }
+
+
+def num_trained(config: RunConfig, shape: ModelShape) -> int:
+    """Return the number of trained parameters, assuming adapters on seven matrices per
+    layer.
+    """
+    lora = config.trainer.lora
+    if lora is None:
+        return shape.num_parameters
+    return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
+
+
+def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
+    """Return a run that trains the critic's model as its policy, and the shape of that
+    model without its head; None without a critic.
+    """
+    critic = config.critic
+    if critic is None:
+        return None
+    model = config.model
+    if critic.path is not None:
+        model = ModelConfig(
+            path=critic.path, revision=critic.revision, dtype=config.model.dtype
+        )
+    shape = model_shape(model)
+    head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
+    update: dict[str, object] = {
+        "critic": None,
+        "model": model,
+        "algorithm": AlgorithmConfig(),
+        "trainer": config.trainer.model_copy(update={"lora": None}),
+    }
+    without_head = replace(
+        shape,
+        num_parameters=shape.num_parameters - head,
+        embeddings=shape.embeddings - head,
+    )
+    return config.model_copy(update=update), without_head
+
+
+def saved_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of a checkpoint's weights and optimizer state."""
+    critic = critic_run(config)
+    num_weights = num_trained(config, shape)
+    if critic is not None:
+        num_weights += num_trained(*critic)
+    return CHECKPOINT_BYTES * num_weights
+
+
+def leaving_parts(config: RunConfig, *, moves: bool) -> list[ModelPart]:
+    """Return the parts that are in host memory at times. `moves`: the engines take the
+    device. A gradient is kept only within a step.
+    """
+    return [
+        one
+        for one, rule in config.offload_rules.items()
+        if config.trainer.offload.by_layer
+        or rule == "always"
+        or (rule == "auto" and moves and one.part != "gradients")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of a trainer rank: of its models' parts, and of a micro-batch of each
+    model. `merged`: merged adapters.
+    """
+
+    parts: Mapping[ModelPart, int]
+    micro_batches: Mapping[Trained, int]
+    merged: int = 0
+
+    def peak(self, rules: Mapping[ModelPart, Rule]) -> Memory:
+        """Return the largest sum of a step's phases: the parts in use, parts that never
+        leave within a step, and a micro-batch.
+
+        Example, in GiB: a policy of 4 for weights, 4 for gradients, 8 for the optimizer
+        and 6 for a micro-batch needs 22. With the rule "always" for its optimizer a
+        pass needs 4 + 4 + 6 = 14, and the optimizer step 4 + 4 + 8 = 16, the peak.
+        """
+        passes: dict[Trained, tuple[ModelPart, ...]] = {
+            "policy": POLICY_PASS,
+            "reference": (REFERENCE_WEIGHTS,),
+            "critic": CRITIC_PASS,
+        }
+        sums = [
+            self._phase(passes[model], micro_batch, rules)
+            for model, micro_batch in self.micro_batches.items()
+        ]
+        sums += [self._phase(step, 0, rules) for step in (POLICY_STEP, CRITIC_STEP)]
+        return max(sums, key=lambda memory: memory.total)
+
+    def _phase(
+        self,
+        used: tuple[ModelPart, ...],
+        micro_batch: int,
+        rules: Mapping[ModelPart, Rule],
+    ) -> Memory:
+        here = {
+            one: size
+            for one, size in self.parts.items()
+            if rules[one] != "always" or one in used
+        }
+        reference = here.pop(REFERENCE_WEIGHTS, 0)
+        weights = sum(size for one, size in here.items() if one.part == "weights")
+        return Memory(
+            parameters=weights,
+            optimizer=sum(here.values()) - weights,
+            micro_batch=micro_batch,
+            copies=self.merged + reference,
+        )
+
+    def total_of(self, parts: Collection[ModelPart]) -> int:
+        return sum(size for one, size in self.parts.items() if one in parts)
+
+
+def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+    """Return the peak of a rank."""
+    return rank_memory(config, shape, device).peak(config.offload_rules)
+
+
+def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory:
+    memory = model_memory(config, shape, device, "policy")
+    critic = critic_run(config)
+    if critic is None:
+        return memory
+    # Sharded as the policy is, which may have adapters.
+    item = item_bytes(config.model.dtype, device)
+    dtype = "bfloat16" if item == 2 else "float32"
+    is_sharded = config.trainer.is_sharded(device, dtype)
+    second = model_memory(*critic, device, "critic", is_sharded=is_sharded)
+    return replace(
+        memory,
+        parts={**memory.parts, **second.parts},
+        micro_batches={**memory.micro_batches, **second.micro_batches},
+    )
+
+
+def model_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    device: str,
+    model: Literal["policy", "critic"],
+    *,
+    is_sharded: bool | None = None,
+) -> RankMemory:
+    """A sharded rank gathers embeddings and one layer. Excludes weights held for the
+    engines.
+    """
+    trainer = config.trainer
+    lora = trainer.lora
+    item = item_bytes(config.model.dtype, device)
+    num = shape.num_parameters
+    trained = num_trained(config, shape)
+    if is_sharded is None:
+        is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
+    # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
+    # float32 copy.
+    has_masters = item == 2 and lora is None and not is_sharded
+    weights = item * num if has_masters or lora is not None else 0
+    if not has_masters:
+        weights += 4 * trained
+    of_optimizer = trainer.optimizer_bytes * trained
+    if has_masters:
+        of_optimizer += 4 * trained
+    merged = 0
+    if trainer.keeps_merged:
+        merged = item * (num - shape.vocab * shape.hidden)
+    parts = {
+        ModelPart(model, "weights"): weights,
+        ModelPart(model, "gradients"): 4 * trained,
+        ModelPart(model, "optimizer"): of_optimizer,
+    }
+    kind = device.partition(":")[0]
+    tokens = trainer.micro_batch_tokens
+    if kind == "cpu":
+        tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
+    # a longer sequence is its own micro-batch
+    tokens = max(tokens, config.rollout.max_length)
+    work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
+    if trainer.deterministic and kind == "cuda":
+        work += tokens * DETERMINISTIC_BYTES
+    if is_sharded:
+        layer = (num - shape.embeddings) // max(1, shape.layers)
+        work += 2 * item * (shape.embeddings + layer)
+    micro_batches: dict[Trained, int] = {model: work}
+    if model == "policy" and config.has_reference:
+        parts[REFERENCE_WEIGHTS] = item * num
+        # Without a backward pass a layer's tensors are freed after it.
+        forward = tokens * (4 * shape.hidden + 3 * shape.active) * item
+        forward += 2 * 4 * shape.logits_at_once(tokens, kind)
+        micro_batches["reference"] = min(work, forward)
+    ranks = trainer.world_size
+    split = {one: -(-size // ranks) for one, size in parts.items()}
+    return RankMemory(split, micro_batches, merged)
+
+
+def engine_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    engine: EngineCapabilities,
+    slots: int,
+    devices: Side,
+    *,
+    stages: bool,
+) -> Memory:
+    """Per device. `stages`: new weights arrive during generation."""
+    device = devices[0].name
+    if device == NO_DEVICE:
+        return Memory()
+    item = item_bytes(config.model.dtype, device)
+    length = config.rollout.max_length
+    # With pages, sequences wait while the cache is full, so only one must fit. Without
+    # pages each slot holds its full length from the start.
+    sequences = 1 if engine.pages_kv and device != "cpu" else slots
+    tokens = min(engine.forward_tokens, slots * length)
+    cached = sequences * engine.kv_length(length)
+    weights = shape.num_parameters * item
+    whole = Memory(
+        parameters=weights,
+        kv=cached * shape.layers * shape.cached * item,
+        micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
+        + slots * shape.vocab * 4 * engine.logit_copies,
+        copies=weights if stages and engine.stages_weights else 0,
+    )
+    return whole.split(len(devices))
+
+
+def graph_bytes(config: RunConfig, shape: ModelShape, device: str) -> int:
+    """Return what the graphs of fused decode steps hold, also asleep: logits, and the
+    arrays that draw GRAPH_ROWS of them.
+    """
+    if not config.rollout.fused_decode or not device.startswith("cuda"):
+        return 0
+    item = item_bytes(config.model.dtype, device)
+    slots = config.rollout.slots
+    return shape.vocab * (slots * item + GRAPH_ROWS * GRAPH_ROW_BYTES)
+
+
+def item_bytes(dtype: str, device: str) -> int:
+    return (
+        2
+        if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda"))
+        else 4
+    )
