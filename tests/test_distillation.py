@@ -328,7 +328,9 @@ def test_teacher_with_few_positions_is_refused(
     assert find_models(exact, HFChatTokenizer(tiny_model_dir)) == {"teacher": short}
     by_vllm = TeacherConfig(path=str(short), engine="vllm")
     served = exact.model_copy(update={"teacher": by_vllm})
-    with pytest.raises(ConfigError, match="of at most 32 tokens, and vLLM samples one"):
+    with pytest.raises(
+        ConfigError, match="of at most 32 tokens, and its server samples one"
+    ):
         find_models(served, HFChatTokenizer(tiny_model_dir))
 
 

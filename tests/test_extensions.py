@@ -176,6 +176,7 @@ import asyncio, json, sys
 from pathlib import Path
 from typing import get_args
 from asyncrl.config import engine_kinds
+from asyncrl.config.fields import EngineWith
 from asyncrl.engines.kinds import maker_of
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
@@ -190,7 +191,7 @@ async def answer_of(module):
 
 server = maker_of("beep")
 print(json.dumps([
-    get_args(engine_kinds.EngineKind), get_args(engine_kinds.ModelEngine),
+    get_args(engine_kinds.EngineKind), EngineWith("has_model").kinds(),
     engine_kinds.engines_with("keeps_turns"), ForkServer([]).modules,
     asyncio.run(answer_of(server)),
 ]))

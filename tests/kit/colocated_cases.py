@@ -24,16 +24,12 @@ from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.role_client import RoleClient
+from asyncrl.extensions.scoring.scoring_api import RewardRequest, RewardResponse
 from asyncrl.job.colocate import Colocated
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision, Supervisor
-from asyncrl.messages.engine_api import (
-    EngineHealth,
-    RewardRequest,
-    RewardResponse,
-    TransferStats,
-)
+from asyncrl.messages.engine_api import EngineHealth, TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import (
