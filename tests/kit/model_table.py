@@ -78,7 +78,7 @@ def write_table(names: Collection[str], serve: Callable[[str], Served]) -> None:
     table = read_table()
     for number, name in enumerate(names):
         row = measure(name)
-        if row[VLLM]:
+        if row[VLLM] != "no":
             row = with_vllm(row, *serve(name))
         table[name] = row
         print(f"{number + 1}/{len(names)}", *row, sep="\t", flush=True)
