@@ -1,5 +1,6 @@
 # make quickstart    install asyncrl[train], then train a small model from random weights (RUN: options of asyncrl run)
 # make test          install asyncrl[test], then run the tests that need no real runs and no extras (minutes on 2 cores)
+# make test-core     the tests of `make test` without extensions, as if their folders were deleted (FILES: only these)
 # make test-slow     the rest: real runs, killed and resumed, extras, and a real vLLM if there is one (about 12 minutes)
 # make test-all      all tests except the long ones (about 20 minutes)
 # make test-long     the long ones: lost hosts, a step compared with TRL's, starts that fail (about 15 minutes)
@@ -46,7 +47,7 @@ test:
 
 # Without extensions: tests that need an extension are skipped.
 test-core:
-	ASYNCRL_EXTENSIONS=core $(MAKE) test
+	ASYNCRL_EXTENSIONS=core $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "$(QUICK)" $(FILES)
 
 # Both parts run in parallel: each waits more than it computes.
 test-slow: setup
