@@ -233,6 +233,7 @@ def test_kl_of_distant_policies_has_the_gradient_of_its_formula(
 # ---- names, and the page
 
 
+@pytest.mark.extension("scoring")
 def test_every_recipe_on_the_page_is_a_config() -> None:
     shown = set()
     for block in map(yaml.safe_load, BLOCKS):

@@ -154,6 +154,7 @@ def commands_below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name} {word}", one
 
 
+@pytest.mark.extension("ray", "vllm")
 @pytest.mark.parametrize(
     ("name", "command"), [*commands_below(typer.main.get_command(app), "asyncrl")]
 )
@@ -175,6 +176,7 @@ def test_help_ends_with_examples_that_parse(name: str, command: Any) -> None:
         load_any(ROOT / path, changes)
 
 
+@pytest.mark.extension("sft")
 def test_install_page_lists_the_commands_without_an_extra() -> None:
     page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
     row, of_train = (

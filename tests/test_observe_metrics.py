@@ -33,6 +33,7 @@ from asyncrl.observe.run_numbers import Steps
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+@pytest.mark.extension("scoring")
 def test_the_docs_name_only_declared_metrics() -> None:
     kinds = {name.partition("/")[0] for name in GAUGES if "/" in name}
     for page in DOCS.glob("*.md"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import recipe
+from needed_extensions import skip_without
 
 from asyncrl.config import load_config
 from examples.code_tests import passes
@@ -24,6 +25,7 @@ TINY = ["trainer.num_steps=2", "trainer.num_groups=2", "generator.workers=1"]
 @pytest.mark.parametrize("name", recipe.RECIPES)
 def test_a_recipe_loads_and_its_page_names_it(name: str) -> None:
     one = recipe.RECIPES[name]
+    skip_without(one.config)
     config = load_config(recipe.ROOT / one.config, one.settings)
     assert config.evals, "it is evaluated on held-out prompts"
     page = (recipe.ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

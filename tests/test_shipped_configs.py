@@ -96,6 +96,7 @@ FITTING = [
 ]
 
 
+@pytest.mark.extension("scoring", "sft", "vllm")
 def test_each_config_that_is_left_out_has_its_reason() -> None:
     left_out = {*NEEDS_PACKAGE, *NEEDS_PERSON, *BEFORE}
     assert {name for name in left_out if not missing_for(name)} <= {*CONFIGS}

@@ -70,6 +70,7 @@ NAMED = {
     "ray": "launcher=ray|^launch |launch slurm|^2x8x80GB placement|nodes: 2",
     "scoring": r"'teacher'|teacher[.=]|TAUGHT|JUDGED|SCORED|distill_|"
     r"reward'?(\.|: \{'?)(judge|model)|placement\.(judge|reward)",
+    "sft": r"\bsft\b",
     "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
     "vllm": r"\bvllm|\brollout\.(urls|tensor_parallel)\b",
