@@ -440,7 +440,9 @@ async def test_a_command_that_is_cancelled_twice_has_ended(
     script = f"trap '' TERM; touch {begun}; sleep 1000 & wait"
     running = asyncio.create_task(shell(script).run(TASK, SESSION))
     await until(begun.exists)
-    (process,) = psutil.Process().children()
+    (process,) = [
+        each for each in psutil.Process().children() if script in each.cmdline()
+    ]
     running.cancel()
     await asyncio.sleep(0.1)  # in the grace of SIGTERM
     running.cancel()
