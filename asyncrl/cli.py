@@ -397,7 +397,7 @@ def keys(
     """
     from asyncrl.config.load import count_keys, describe_keys, schema_text
 
-    if count and (what is not None or not list_all):
+    if count and (what or not list_all):
         raise typer.BadParameter("--count is of --all, without WHAT")
     if schema:
         typer.echo(schema_text().rstrip())

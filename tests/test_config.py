@@ -4,6 +4,7 @@ write instead.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.load import job_forms
+from asyncrl.config.load import job_forms, load_any
 
 GOOD = """
 model: {path: some/model}
@@ -258,3 +259,11 @@ def test_a_boolean_for_a_number_is_named_with_its_key(good: Path) -> None:
     assert "trainer.betas.1='true' on" in message
     latency = ["rollout.engine=simulated", "rollout.simulated.sigma=true"]
     assert "rollout.simulated.sigma='true' on" in refusal(good, *latency)
+
+
+def test_config_is_read_from_a_pipe(good: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, good.read_bytes())
+    os.close(write)
+    assert load_any(f"/dev/fd/{read}") == load_any(good)
+    os.close(read)

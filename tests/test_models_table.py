@@ -44,14 +44,8 @@ def test_models_that_vllm_has_are_served_for_the_table(
     monkeypatch.setattr(model_table, "read_table", dict)
     monkeypatch.setattr(model_table, "vllm_names", lambda: frozenset({"any"}))
     monkeypatch.setattr(model_table, "measure", rows.__getitem__)
-    served = list[str]()
-
-    def serve(name: str) -> tuple[str, str]:
-        served.append(name)
-        return "exact", ""
-
-    model_table.write_table([*rows], serve)
-    assert served == ["llama"]
+    served = {"llama": ("exact", "")}
+    model_table.write_table([*rows], served.__getitem__)
     lines = (tmp_path / "models.csv").read_text().splitlines()
     assert [row[VLLM] for row in csv.reader(lines[1:])] == ["exact", "no"]
 

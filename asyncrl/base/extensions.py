@@ -283,15 +283,14 @@ def discover() -> Discovery:
     for name in sorted(names):
         if name not in sources:
             broken[name] = f"{SWITCH}={text} names it, and it is not installed"
-            continue
-        if name in repeated:
+        elif name in repeated:
             broken[name] = "another package has an extension of this name, too"
-            continue
-        extension, fault = _loaded(sources[name])
-        if extension is None:
-            broken[name] = fault
         else:
-            used[name] = extension
+            extension, fault = _loaded(sources[name])
+            if extension is None:
+                broken[name] = fault
+            else:
+                used[name] = extension
     return Discovery(sources, used, broken, sorted(sources.keys() - names))
 
 

@@ -147,8 +147,11 @@ def load_job(
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Read a config of any kind of job. Raises ConfigError."""
-    section = _section_of_job(_read_yaml(path))
-    return load_job(job_forms().get(section, RunConfig), path, overrides)
+    # Read once: a pipe, such as /dev/stdin, has no second time.
+    values = _read_yaml(path)
+    form = job_forms().get(_section_of_job(values), RunConfig)
+    with _naming_missing(path):
+        return _checked_file(form, values, overrides, path)
 
 
 def load_written(path: Path) -> JobConfig:
@@ -599,8 +602,8 @@ def count_keys() -> int:
     """Return the number of settings. Keys of `generator` count once, though a task has
     them too.
     """
-    names = [key.name for *_, keys in sections() for key in keys]
-    return sum(not name.startswith("task.generator.") for name in names)
+    known = (key for *_, keys in sections() for key in keys)
+    return sum(not key.name.startswith("task.generator.") for key in known)
 
 
 def schema_text() -> str:

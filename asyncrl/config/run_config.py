@@ -369,10 +369,10 @@ class RunConfig(JobConfig):
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
         kinds = [engine, *(server.engine for server in self.added_servers)]
-        for kind, facts in ENGINES.items():
+        for kind in sorted(ENGINES.keys() - kinds):
+            facts = ENGINES[kind]
             python_key = f"{facts.package}_python"
-            is_used = kind in kinds or facts.package is None
-            if not is_used and self.rollout.given(python_key):
+            if facts.package is not None and self.rollout.given(python_key):
                 yield (
                     f"rollout.{python_key} is for {facts.title}, and neither rollout.engine, judge.engine "
                     f"nor teacher.engine of a server of the run is {kind}; remove it"

@@ -99,8 +99,5 @@ def missing_of(item: pytest.Item) -> list[str]:
     missing = [name for name in marked if name not in extensions()]
     callspec = getattr(item, "callspec", None)
     for value in callspec.params.values() if callspec is not None else ():
-        missing += missing_for(value) if isinstance(value, str | Path) else []
-        for extension in NAMED.keys() - extensions().keys():
-            if re.search(NAMED[extension], repr(value)):
-                missing.append(extension)
+        missing += missing_for(value)
     return missing

@@ -108,8 +108,6 @@ class AnswerText:
         return text
 
     def _feed_text(self, token_ids: Sequence[int]) -> str:
-        if not token_ids:
-            return ""
         held = self._held + self._grown(token_ids)
         end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[end:]
