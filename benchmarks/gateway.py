@@ -5,9 +5,9 @@ plain FastAPI server of the same engine.
 
 The load (this process) and the engine share one core; the server has another. The engine
 is simulated: each completion has 32 tokens and takes 32 ms, however many run. The load
-holds conversations of 4 calls with about 45 tokens per turn; each one is a session of
-our gateway, which ends with its rollout. Opening and ending sessions count as our time,
-not as our requests.
+holds conversations of 4 calls with about 225 tokens per turn (one per character); each
+one is a session of our gateway, which ends with its rollout. Opening and ending sessions
+count as our time, not as our requests.
 
 added latency    p50 and p99 of calls through a server minus those of the engine, with a mean
                  pause of 0.3 s between the calls of a session. Medians over the rounds.
