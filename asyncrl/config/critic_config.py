@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import NonNegativeInt, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.offload_config import OffloadConfig
 
 
 class CriticConfig(FrozenConfig):
     """A value model on the trainer's ranks, for algorithm.advantage=gae
     (docs/critic.md).
     """
-
-    free_keys: ClassVar = ("offload",)
 
     path: str | None = None
     """Hugging Face folder or hub id of a model with the vocabulary of `model` (none =
@@ -32,5 +27,3 @@ class CriticConfig(FrozenConfig):
     """Clip a value to this distance from its value before the batch, as PPO does (none
     = off).
     """
-    offload: OffloadConfig = OffloadConfig()
-    """Parts of the critic that leave the device between uses."""

@@ -26,7 +26,6 @@ from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.offload_config import (
     ModelPart,
-    OffloadConfig,
     Rule,
     offload_rules,
 )
@@ -281,8 +280,8 @@ class RunConfig(JobConfig):
     @property
     def offload_rules(self) -> dict[ModelPart, Rule]:
         """Return the rule of each part of the models on the trainer's ranks."""
-        critic = None if self.critic is None else self.critic.offload
-        return offload_rules(self.trainer.offload, critic)
+        has_critic = self.critic is not None
+        return offload_rules(self.trainer.offload, has_critic=has_critic)
 
     @property
     def interrupt(self) -> Interrupt:
@@ -511,9 +510,6 @@ class RunConfig(JobConfig):
             yield "algorithm.advantage=gae needs a critic; set critic={}, or algorithm.advantage=grpo"
         if self.critic is None:
             return
-        has_rules = self.critic.offload != OffloadConfig()
-        if has_rules and self.trainer.offload.by_layer:
-            yield "trainer.offload.by_layer has all parts in host memory; remove critic.offload"
         if not self.algorithm.needs_critic:
             yield (
                 f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or "

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from asyncrl.config.fields import Count, Fraction, FrozenConfig
-from asyncrl.config.offload_config import TrainerOffloadConfig
+from asyncrl.config.offload_config import OffloadConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
 # The head is computed in slices of the vocabulary: all logits of 16,384 tokens and
@@ -80,8 +80,8 @@ class TrainerConfig(FrozenConfig):
     gradient_checkpointing: bool | Fraction = False
     """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =
     the part of a compiled layer's activations to keep, for example 0.5: the cheapest are recomputed."""
-    offload: TrainerOffloadConfig = TrainerOffloadConfig()
-    """Parts of the policy and the reference that leave the device between uses."""
+    offload: OffloadConfig = OffloadConfig()
+    """Parts of policy, critic and reference that leave the device between uses."""
     compile: bool | Literal["auto"] = "auto"
     """Fuse layers around attention with torch.compile (auto = on CUDA, for models that
     take packed tokens, if a C compiler, Triton and Python's headers are installed).

@@ -199,12 +199,6 @@ def _keys(config: JobConfig) -> dict[str, object]:
                 found |= {f"{key}.{number}.{name}": one[name] for name in one}
         else:
             found[key] = section
-    # A reward is compared as a whole, but for the rules of where its servers are.
-    for key, value in [*found.items()]:
-        if key.endswith(".reward") and isinstance(value, dict):
-            for server, settings in value.items():
-                if isinstance(settings, dict) and "offload" in settings:
-                    found[f"{key}.{server}.offload"] = settings.pop("offload")
     return found
 
 

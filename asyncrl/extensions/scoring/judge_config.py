@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from asyncrl.config.fields import EngineWith, FrozenConfig, ScoredReward
-from asyncrl.config.offload_config import Rule
 
 PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
 """Places of a judge's prompt that a request fills in."""
@@ -46,10 +45,6 @@ class JudgeConfig(FrozenConfig):
     """Kind of engine that serves the model, without base_url."""
     max_length: int = Field(default=4096, ge=2)
     """Longest request and answer together, in tokens, without base_url."""
-    offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's time slice, without base_url:
-    auto, always or never (docs/colocation.md).
-    """
     prompt: str
     """Text of the request, with {prompt}, {answer} and the places of its mode."""
     mode: Literal["score", "compare", "rank"] = "score"
@@ -111,7 +106,7 @@ class JudgeConfig(FrozenConfig):
         )
         if self.is_served and endpoint:
             yield f".{endpoint[0]} is of a judge with .base_url; remove it"
-        served = self.given("revision", "max_length", "engine", "offload")
+        served = self.given("revision", "max_length", "engine")
         if served and not self.is_served:
             yield f".{served[0]} is of a judge without .base_url; remove it"
         if self.is_served and self.max_tokens >= self.max_length:

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig, ScoredReward
-from asyncrl.config.offload_config import Rule
 
 REWARD_PLACES = 64
 """Texts at the server at once: its batches take the ones of similar length."""
@@ -33,10 +32,6 @@ class RewardModelConfig(FrozenConfig):
     """The reward is (logit - mean) / std."""
     std: PositiveFloat = 1.0
     """Divisor of the reward."""
-    offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's time slice: auto, always or
-    never (docs/colocation.md).
-    """
 
 
 class ModelledReward(ScoredReward):

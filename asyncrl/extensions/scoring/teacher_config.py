@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar
 from pydantic import Discriminator, Field, Tag
 
 from asyncrl.config.fields import EngineWith, FrozenConfig, Name, tag_of
-from asyncrl.config.offload_config import Rule
 
 TEACHER_SLOTS = 16
 """Sequences that a teacher reads at once."""
@@ -21,7 +20,7 @@ class TeacherConfig(FrozenConfig):
     engine server. A list of sections gives several teachers.
     """
 
-    free_keys: ClassVar = ("base_url", "key_variable", "offload")
+    free_keys: ClassVar = ("base_url", "key_variable")
 
     path: str
     """Hugging Face folder or hub id of a model with the vocabulary of `model`. With
@@ -40,19 +39,14 @@ class TeacherConfig(FrozenConfig):
     """Environment variable with the server's key (none = it needs no key)."""
     tasks: Annotated[list[Name], Field(min_length=1)] | None = None
     """Names of the tasks whose rollouts it scores (none = all)."""
-    offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's time slice: auto, always or
-    never (docs/colocation.md).
-    """
 
     @property
     def is_embedded(self) -> bool:
         return self.base_url is None and self.engine == "embedded"
 
     def conflicts(self) -> Iterator[str]:
-        own = ("engine", "offload")
-        needless = ("key_variable",) if self.base_url is None else own
-        for key in self.given(*needless):
+        needless = "key_variable" if self.base_url is None else "engine"
+        for key in self.given(needless):
             yield f".{key} has no effect with .base_url={self.base_url}; remove it"
 
     def scores(self, task: str) -> bool:

@@ -108,13 +108,12 @@ class TrainerRank(TrainedModel):
         self._meter = self._make_meter()
         models = {POLICY: self._trained}
         self.critic = None
-        of_critic = None
         if spec.critic is not None:
             self.critic = Critic(spec, ranks, self._meter)
             models[CRITIC] = self.critic.trained
-            of_critic = spec.critic.offload
         self._state = TrainerState(models, ranks, spec, self.device)
-        rules = offload_rules(spec.trainer.offload, of_critic)
+        has_critic = spec.critic is not None
+        rules = offload_rules(spec.trainer.offload, has_critic=has_critic)
         run_folder = spec.record_path.parent
         self._offload = Offload(ranks, self.device, self._tensors_of, rules, run_folder)
         self.exports = Exports(self, spec, ranks)
