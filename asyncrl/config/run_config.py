@@ -129,8 +129,7 @@ class RunConfig(JobConfig):
         evals = []
         for one in task if isinstance(task, list) else [task]:
             if isinstance(one, dict) and isinstance(one.get("split"), dict):
-                left_out = (*NOT_EVALUATED, "digest")
-                held_out = {key: one[key] for key in one if key not in left_out}
+                held_out = {key: one[key] for key in one if key not in NOT_EVALUATED}
                 evals.append({"name": one.get("name"), **given, "task": held_out})
         if not evals:
             return values

@@ -144,8 +144,6 @@ class TaskConfig(FrozenConfig):
         "reward_pool",
         "reward_workers",
         "reward_timeout_s",
-        "digest",
-        "offload",
     )
 
     name: Name | None = None
@@ -198,10 +196,6 @@ class TaskConfig(FrozenConfig):
     sampling: Literal["uniform", "by_difficulty"] = "uniform"
     """uniform: each prompt once per epoch. by_difficulty: after the first epoch, mostly
     skip prompts with only right or only wrong answers.
-    """
-    digest: str | None = None
-    """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are
-    refused (none = any).
     """
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
     """Execution of the reward function: inline on the event loop, in threads, or in
@@ -284,9 +278,6 @@ class TaskConfig(FrozenConfig):
                 f".answer_column={self.answer_column} is the prompt column, too; set .answer_column=none, "
                 "or name another"
             )
-        # A generated task has no stored data whose change could go unnoticed.
-        if self.digest is not None and sources[0] not in ("files", "dataset"):
-            yield ".digest is of the data of .files or .dataset; remove it"
         if self.reward_pool != "auto" and self.scored_by is not None:
             kind = self.scored_by.kind
             yield f".reward_pool is for functions, not for a {kind}; remove it"
