@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import PositiveInt
 
-from asyncrl.config.fields import Count, FrozenConfig
+from asyncrl.config.fields import Count, FrozenConfig, NotWith
 
 
 class CheckpointConfig(FrozenConfig):
@@ -28,7 +28,7 @@ class CheckpointConfig(FrozenConfig):
     evaluation, or a name (needs `eval` with the same `every` or a multiple of it).
     """
 
-    callback: str | None = None
+    callback: Annotated[str | None, NotWith("every", (None,))] = None
     """A function `module:name` that is called after each checkpoint, in a process of its
     own, with a folder of the exported model and the policy_version. The folder is removed
     after the call. A failure is a warning.
@@ -43,8 +43,4 @@ class CheckpointConfig(FrozenConfig):
             yield (
                 f".keep_every={self.keep_every} is not a multiple of .every={self.every}; set .every to a "
                 "divisor of it, or remove it"
-            )
-        if self.callback is not None and self.every is None:
-            yield (
-                f".callback={self.callback} is never called with .every=none; set .every=50, or remove it"
             )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from asyncrl.config.fields import DType, FrozenConfig
+from asyncrl.config.fields import DType, FrozenConfig, OnlyWith
 
 
 class ScratchConfig(FrozenConfig):
@@ -39,7 +39,7 @@ class ModelConfig(FrozenConfig):
 
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""
-    revision: str | None = None
+    revision: Annotated[str | None, OnlyWith("path")] = None
     """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first
     commit.
     """
@@ -61,8 +61,6 @@ class ModelConfig(FrozenConfig):
     def conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):
             yield "give one of model.path (a folder or hub id) and model.scratch (random weights)"
-        if self.revision is not None and self.path is None:
-            yield f"model.revision={self.revision} is of a hub id, which model.scratch lacks; remove it"
 
     @property
     def source(self) -> str | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, NotWith
 from asyncrl.messages.engine_api import TrainerPart
 
 Rule = Literal["auto", "always", "never"]
@@ -13,6 +12,7 @@ Rule = Literal["auto", "always", "never"]
 the device. auto: it leaves for the engines if both sides do not fit, and not within a
 step.
 """
+RuleOfPart = Annotated[Rule, NotWith("by_layer")]
 Trained = Literal["policy", "critic", "reference"]
 
 
@@ -45,24 +45,19 @@ class OffloadConfig(FrozenConfig):
     never in host memory (docs/colocation.md).
     """
 
-    weights: Rule = "auto"
+    weights: RuleOfPart = "auto"
     """Weights that a model computes with; float32 weights are also the optimizer's."""
-    gradients: Rule = "auto"
+    gradients: RuleOfPart = "auto"
     """The gradient, from the backward pass to its optimizer step."""
-    optimizer: Rule = "auto"
+    optimizer: RuleOfPart = "auto"
     """AdamW's moments, and the float32 weights of a model with other weights."""
-    reference: Rule = "auto"
+    reference: RuleOfPart = "auto"
     """Weights of the reference model, with algorithm.kl_coefficient above 0."""
     by_layer: bool = False
     """Keep all parts of policy and critic in host memory also within a step: FSDP2
     takes one layer after the other to the device, and AdamW runs on the CPU (CUDA
     only).
     """
-
-    def conflicts(self) -> Iterator[str]:
-        given = self.given("weights", "gradients", "optimizer", "reference")
-        if self.by_layer and given:
-            yield f".by_layer has all parts in host memory; remove .{given[0]}"
 
 
 def offload_rules(config: OffloadConfig, *, has_critic: bool) -> dict[ModelPart, Rule]:
