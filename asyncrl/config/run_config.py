@@ -319,6 +319,7 @@ class RunConfig(JobConfig):
             self._checkpoint_conflicts,
             self._eval_conflicts,
             self._algorithm_conflicts,
+            self._filter_conflicts,
             self._limit_conflicts,
             self._critic_conflicts,
             self._distill_conflicts,
@@ -333,8 +334,6 @@ class RunConfig(JobConfig):
         num_steps = self.trainer.mini_batches
         world_size = self.trainer.world_size
         group_size = self.rollout.group_size
-        advantage = self.algorithm.advantage
-        compares = "compares the rollouts of a prompt; set rollout.group_size=2 or more"
         # A batch is split by groups, so that each optimizer step compares whole groups.
         if num_groups % num_steps:
             yield (
@@ -348,14 +347,6 @@ class RunConfig(JobConfig):
                 f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step; "
                 "lower it, or raise trainer.num_groups"
             )
-        if (
-            group_size == 1
-            and advantage in GROUP_ADVANTAGES
-            and self.algorithm.reward_weight > 0
-        ):
-            yield f"algorithm.advantage={advantage} {compares}, or algorithm.advantage=reinforce_pp"
-        if group_size == 1 and self.buffer.filter == "equal_rewards":
-            yield f"buffer.filter=equal_rewards {compares}, or buffer.filter=none"
         # The penalty would begin below 0 tokens, and every answer would be punished for
         # its length.
         if (overlong := self.algorithm.overlong_tokens) > self.rollout.max_tokens:
@@ -465,23 +456,35 @@ class RunConfig(JobConfig):
             return
         for name, generator in self.generators.items():
             algorithm = algorithms.get(name, self.algorithm)
+            own = self.tasks[name].algorithm
+            key = key_of("task", name)
             is_compared = algorithm.advantage in GROUP_ADVANTAGES
             has_reward = self.algorithm.reward_weight > 0
             if is_compared and has_reward and self.rollout.group_size == 1:
+                advantage = "algorithm.advantage"
+                if own.advantage is not None:
+                    advantage = f"{key}.{advantage}"
                 yield (
-                    f"task.algorithm.advantage={algorithm.advantage} compares the rollouts of a prompt; set "
-                    "rollout.group_size=2 or more"
+                    f"{advantage}={algorithm.advantage} compares the rollouts of a prompt; set "
+                    f"rollout.group_size=2 or more, or {advantage}=reinforce_pp"
                 )
-            if algorithm.turn_discount is None:
-                continue
-            if not generator.is_harness:
-                key = key_of("task", name)
-                is_own = self.tasks[name].algorithm.turn_discount is not None
-                owner = f"{key}." if is_own else ""
+            if algorithm.turn_discount is not None and not generator.is_harness:
+                owner = "" if own.turn_discount is None else f"{key}."
                 yield f"{owner}algorithm.turn_discount is for agents, and {key} has no `generator`; remove it"
-            # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
-            if self.buffer.filter == "equal_rewards":
-                yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
+
+    def _filter_conflicts(self) -> Iterator[str]:
+        algorithms = [self.algorithm, *self.algorithms.values()]
+        why = ""
+        if self.rollout.group_size == 1:
+            why = "has one rollout of a prompt, and nothing to compare"
+        # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
+        elif any(one.turn_discount is not None for one in algorithms):
+            why = "compares no sums over turns"
+        # The teacher judges every token.
+        elif self.algorithm.distill_weight > 0:
+            why = "drops groups to learn from"
+        if why and self.buffer.filter == "equal_rewards":
+            yield f"buffer.filter=equal_rewards {why}; set buffer.filter=none"
 
     def _limit_conflicts(self) -> Iterator[str]:
         for owner, (task, generator) in self.players.items():
@@ -505,15 +508,13 @@ class RunConfig(JobConfig):
 
     def _critic_conflicts(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
-        if self.algorithm.needs_critic and self.critic is None:
-            yield "algorithm.advantage=gae needs a critic; set critic={}, or algorithm.advantage=grpo"
+        if self.algorithm.needs_critic != (self.critic is not None):
+            yield (
+                f"algorithm.advantage={advantage} and critic do not agree; "
+                "set both algorithm.advantage=gae and critic={}, or neither"
+            )
         if self.critic is None:
             return
-        if not self.algorithm.needs_critic:
-            yield (
-                f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or "
-                "critic=none"
-            )
         warmup = self.critic.warmup_steps
         if warmup >= (num_steps := self.trainer.num_steps):
             yield (
@@ -528,9 +529,6 @@ class RunConfig(JobConfig):
         # its logprobs.
         if is_taught != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
-        # Equal rewards teach nothing by themselves, but the teacher judges every token.
-        if weight > 0 and self.buffer.filter == "equal_rewards":
-            yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
         # The teacher scores over the whole vocabulary, so its logprobs and those of a
         # support do not compare.
         if weight > 0 and self.rollout.sampling.is_cut:
