@@ -59,7 +59,7 @@ def memory(plan: Plan, name: str) -> Memory:
 
 
 def test_model_of_unknown_size_is_not_refused() -> None:
-    config = load("model.scratch=none", "model.path=org/name", "model.revision=v1")
+    config = load("model.scratch=none", "model.path=org/name@v1")
     plan = make_plan(config, single_node(machine(0)))
     refuse_over_capacity(plan, config)
     assert "size unknown" in plan_text(plan, config)

@@ -13,11 +13,9 @@ class CriticConfig(FrozenConfig):
     """
 
     path: str | None = None
-    """Hugging Face folder or hub id of a model with the vocabulary of `model` (none =
-    the policy's initial weights). Its head is replaced by a value head of zeros.
-    """
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
+    """Hugging Face folder or hub id, as for model.path, of a model with the vocabulary of
+    `model` (none = the policy's initial weights). Its head is replaced by a value head of
+    zeros.
     """
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate. All else of the optimizer is as in `trainer`."""

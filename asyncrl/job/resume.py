@@ -255,7 +255,6 @@ FIXED = {
     "trainer.lora": "checkpoints hold adapters of this form",
     "model.scratch": "checkpoints hold weights of this architecture, and the journal its tokens",
     "critic.path": "checkpoints hold the critic's weights",
-    "critic.revision": "checkpoints hold the critic's weights",
     "critic.learning_rate": "a checkpoint with a critic does not load without one, nor the reverse",
     "algorithm.distill_weight": _TAUGHT,
     "algorithm.distill_loss": _TAUGHT,

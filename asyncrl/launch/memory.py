@@ -108,9 +108,7 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         return None
     model = config.model
     if critic.path is not None:
-        model = ModelConfig(
-            path=critic.path, revision=critic.revision, dtype=config.model.dtype
-        )
+        model = ModelConfig(path=critic.path, dtype=config.model.dtype)
     shape = model_shape(model)
     head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
     update: dict[str, object] = {

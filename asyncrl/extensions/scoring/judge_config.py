@@ -44,9 +44,9 @@ class JudgeConfig(FrozenConfig):
     base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of the endpoint, with its /v1 (none = the run serves `model`)."""
     model: str
-    """Model name in the requests; without base_url a Hugging Face folder or hub id."""
-    revision: Annotated[str | None, NotWith("base_url")] = None
-    """Branch, tag or commit of a hub id, without base_url (none = main)."""
+    """Model name in the requests; without base_url a Hugging Face folder or hub id, as for
+    model.path.
+    """
     engine: Annotated[str, EngineWith("has_model"), NotWith("base_url")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
     max_length: Annotated[int, Field(ge=2), NotWith("base_url")] = 4096

@@ -18,10 +18,7 @@ class RewardModelConfig(FrozenConfig):
     """A sequence classification model, whose logit is the reward."""
 
     path: str
-    """Hugging Face folder or hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
-    """
+    """Hugging Face folder or hub id, as for model.path."""
     reads: Literal["chat", "pair", "completion"] = "chat"
     """chat: prompt and completion as a chat, by the template of the reward model. pair:
     both as a pair of texts. completion: only the completion.

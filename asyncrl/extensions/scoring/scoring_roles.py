@@ -73,7 +73,7 @@ def _teacher_roles(config: RunConfig) -> Iterator[Role]:
 
 
 def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer:
-    own = own_model(teacher.path, teacher.revision, "teacher.path")
+    own = own_model(teacher.path, "teacher.path")
     return ExtraServer(
         key=TEACHER,
         written=TEACHER_DEVICE.of(config.placement),
@@ -157,7 +157,6 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
         ),
         model=own_model(
             judge.model,
-            judge.revision,
             "task.reward.judge.model",
             reads_token_ids=False,
         ),
@@ -209,9 +208,7 @@ def _reward_placement(config: RunConfig) -> ExtraServer | None:
     return ExtraServer(
         key="reward",
         written=REWARD_DEVICE.of(config.placement),
-        model=own_model(
-            model.path, model.revision, "task.reward.model.path", reads_token_ids=False
-        ),
+        model=own_model(model.path, "task.reward.model.path", reads_token_ids=False),
         batch_tokens=REWARD_BATCH_TOKENS,
         may_leave=True,
         serves_evals=any(model_of(one.task) for one in config.evals.values()),

@@ -100,7 +100,7 @@ def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
 def _reward_conflicts(config: RunConfig) -> Iterator[str]:
     models = reward_models(config)
     judges = served_judges(config)
-    served_keys = ("model", "revision", "engine", "max_length")
+    served_keys = ("model", "engine", "max_length")
     for kind, found, keys in (
         ("model", models, (*RewardModelConfig.model_fields,)),
         ("judge", judges, served_keys),

@@ -29,11 +29,8 @@ class TeacherConfig(FrozenConfig):
     free_keys: ClassVar = ("base_url", "key_variable")
 
     path: str
-    """Hugging Face folder or hub id of a model with the vocabulary of `model`. With
-    base_url only its tokenizer is read.
-    """
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
+    """Hugging Face folder or hub id, as for model.path, of a model with the vocabulary of
+    `model`. With base_url only its tokenizer is read.
     """
     engine: Annotated[str, EngineWith("scores_texts"), NotWith("base_url")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
