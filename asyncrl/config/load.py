@@ -250,10 +250,9 @@ def _checked_file(
     writer = writer_of(Path(path))
     if writer not in (None, __version__):
         try:
-            form.model_validate(values)
-        except ValidationError as error:
-            keys = [" in it".join(_explain(one, form)) for one in error.errors()]
-            raise refused_version(Path(path), str(writer), " ".join(keys)) from error
+            checked(form, values, (), "it")
+        except ConfigError as error:
+            raise refused_version(Path(path), str(writer), error.what) from error
     return checked(form, values, overrides, str(path))
 
 

@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from asyncrl.base.extensions import AddedServer, all_of, rows
+from asyncrl.base.extensions import all_of, rows
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
-from asyncrl.config.engine_kinds import ENGINES, engines_with
+from asyncrl.config.engine_kinds import engines_with
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import Seed, located
@@ -241,11 +241,6 @@ class RunConfig(JobConfig):
         return [task for task, _ in self.players.values()]
 
     @property
-    def added_servers(self) -> list[AddedServer]:
-        """Return the servers of extensions."""
-        return [*all_of("servers", self)]
-
-    @property
     def shares(self) -> Mapping[str, int]:
         """Return the prompts of each task in one cycle.
 
@@ -357,15 +352,6 @@ class RunConfig(JobConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
-        kinds = [engine, *(server.engine for server in self.added_servers)]
-        for kind in sorted(ENGINES.keys() - kinds):
-            facts = ENGINES[kind]
-            python_key = f"{facts.package}_python"
-            if facts.package is not None and self.rollout.given(python_key):
-                yield (
-                    f"rollout.{python_key} is for {facts.title}, and neither rollout.engine, judge.engine "
-                    f"nor teacher.engine of a server of the run is {kind}; remove it"
-                )
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
@@ -524,7 +510,7 @@ class RunConfig(JobConfig):
 
     def _distill_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
-        is_taught = any(TEACHER in server.columns for server in self.added_servers)
+        is_taught = TEACHER in all_of("columns", self)
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
         # its logprobs.
         if is_taught != (weight > 0):
@@ -569,9 +555,6 @@ class RunConfig(JobConfig):
         # A remote worker has one harness, and runs every item that it gets.
         if generator.remote and len(self.harnesses) > 1:
             yield "generator.remote runs one harness; remove task.generator, or let the run start its workers"
-        has_program = any(one.python or one.command for one in self.harnesses)
-        if generator.worker_python is not None and not has_program:
-            yield "generator.worker_python is for agents of `python` or `command`; remove it"
         is_used = any(task.generator is None for task in self.all_tasks)
         if generator.is_harness and not is_used:
             yield "generator has no use, because every task has its own; remove it"
