@@ -343,15 +343,3 @@ def missing_extensions(written: str) -> list[str]:
     """
     names = {one.partition(" ")[0]: one for one in written.split(", ") if one}
     return [names[name] for name in names if name not in extensions()]
-
-
-def changed_extensions(written: str) -> list[str]:
-    """Return a note for each extension of a run that has another version here."""
-    here = written_extensions().split(", ")
-    changed = set(written.split(", ")) - {*here, *missing_extensions(written), ""}
-    return [
-        f"the run was started with the extension {one}; here are {', '.join(here)}"
-        for one in sorted(changed)
-        # Their version is asyncrl's, which the run records by itself.
-        if not one.endswith(" of asyncrl")
-    ]
