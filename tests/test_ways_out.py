@@ -63,7 +63,7 @@ TAKEN = (
     "rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1",
     "rollout.engine=vllm rollout.top_k=50",
     "TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7",
-    "EVALS checkpoint.keep_best=seldom checkpoint.every=10",
+    "EVALS checkpoint.keep_best=true checkpoint.every=5",
     "rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data",
 )
 NOT_PROVOKED = {

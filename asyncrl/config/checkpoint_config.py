@@ -20,9 +20,9 @@ class CheckpointConfig(FrozenConfig):
     """
     keep_last: Count = 2
     """Number of newest checkpoints to keep."""
-    keep_best: bool | str = False
-    """Also keep the checkpoint with the best eval/reward_mean: true for the first
-    evaluation, or a name (needs `eval` with the same `every` or a multiple of it).
+    keep_best: bool = False
+    """Also keep the checkpoint with the best eval/reward_mean of the first evaluation
+    (needs `eval` with the same `every` or a multiple of it).
     """
 
     callback: Annotated[str | None, NotWith("every", (None,))] = None

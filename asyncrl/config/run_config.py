@@ -259,8 +259,8 @@ class RunConfig(JobConfig):
 
     @property
     def best_eval(self) -> str | None:
-        named = self.checkpoint.keep_best
-        return named if isinstance(named, str) else next(iter(self.evals), None)
+        """Return the name of the evaluation that decides which checkpoint is best."""
+        return next(iter(self.evals), None)
 
     @property
     def evaluates_agent(self) -> bool:
@@ -379,23 +379,18 @@ class RunConfig(JobConfig):
             )
 
     def _checkpoint_conflicts(self) -> Iterator[str]:
-        best = self.best_eval
-        saved = self.checkpoint.every
-        if best is not None and best not in self.evals:
-            known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield (
-                f"checkpoint.keep_best={best}: there is no such evaluation; set it to false, to true (the "
-                f"first), or to a name: {known}"
-            )
+        if not self.checkpoint.keep_best:
             return
-        if self.checkpoint.keep_best and best is None:
+        if self.best_eval is None:
             yield (
                 "checkpoint.keep_best compares evaluations; set checkpoint.keep_best=false, or add a "
                 "section eval"
             )
+            return
         # Only saved versions can be kept, so each evaluation must fall on a checkpoint.
-        every = None if best is None else self.evals[best].every
-        if self.checkpoint.keep_best and (not every or not saved or every % saved):
+        every = self.evals[self.best_eval].every
+        saved = self.checkpoint.every
+        if saved is None or every % saved:
             yield (
                 f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}; set "
                 "checkpoint.every to a divisor, or checkpoint.keep_best=false"

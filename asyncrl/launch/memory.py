@@ -70,7 +70,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
     checkpoint, trainer = config.checkpoint, config.trainer
     steps = trainer.num_steps
     # one is written before one is removed
-    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)
+    num_kept = checkpoint.keep_last + 1 + checkpoint.keep_best
     if config.journal.keep == "checkpoint":
         steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
     tokens = (
