@@ -87,7 +87,7 @@ kill runs/x -> 2: write `asyncrl stop ...`
 run configs/quickstart.yaml --dry-run -> 2: `asyncrl check CONFIG`
 run --config configs/quickstart.yaml -> 2: write the config without --config
 run configs/quickstart.yaml runs/mine -> 2: --run-dir runs/mine
-keys learningrate -> 2: did you mean trainer.learning_rate?
+keys learningrate -> 2: did you mean trainer.learning_rate
 keys max-token -> 2: did you mean ... rollout.max_tokens
 keys zzzqqq -> 2: no setting, section or meaning has zzzqqq.
 stop docs -> 2: is not a run directory ... Way out:

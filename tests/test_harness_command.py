@@ -309,7 +309,10 @@ def test_what_cannot_run_is_refused_before_any_rollout(
             "OPENAI_API_KEY, which the endpoint",
         ),
         ({"pass_env": ["ANTHROPIC_MODEL"]}, "ANTHROPIC_MODEL, which the endpoint sets"),
-        ({"on_timeout": "score", "outcomes": "posted"}, "takes no posted reward"),
+        (
+            {"on_timeout": "score", "outcomes": "posted"},
+            "has no effect with .outcomes=posted",
+        ),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(

@@ -351,7 +351,6 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
         placement=placement,
         rollout={"num_engines": 2},
         eval={"engine": "rollout", "every": 1},
-        weight_sync={"chunk_bytes": 2**16},
     )
     victims = ["trainer", "engine", "stop"] if placement else ["controller"]
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)

@@ -40,13 +40,13 @@ def test_tasks_have_their_share_metrics_and_evaluations(tmp_path: Path) -> None:
         tmp_path,
         trainer={"num_steps": NUM_STEPS},
         buffer={"filter": "equal_rewards"},
-        checkpoint={"every": 4, "keep_best": "seldom"},
+        checkpoint={"every": 4, "keep_best": True},
     )
     values = yaml.safe_load(config.read_text())
     values["task"] = [letters, words]
     values["eval"] = [
-        {"name": "often", "every": 3, **held_out},
         {"name": "seldom", "every": 8, **held_out},
+        {"name": "often", "every": 3, **held_out},
     ]
     config.write_text(json.dumps(values))
     whole = tmp_path / "run"

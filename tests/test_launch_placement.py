@@ -138,9 +138,7 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     alone = placed(4, *APART, *TAUGHT, "placement.teacher=[3]").extra
     assert [*alone] == ["teacher"]
     both = [*TAUGHT, "placement.teacher=[2, 0]"]
-    with pytest.raises(ConfigError, match="which the trainer uses(.|\n)*never: then"):
-        placed(4, *APART, *both)
-    stays = placed(4, *APART, *both, "teacher.offload=never")
+    stays = placed(4, *APART, *both)
     shared_device = placed(4, "placement.trainer=0", "placement.rollout=0", ZERO, *both)
     leaving = [placement.leaves("teacher-1") for placement in (stays, shared_device)]
     assert leaving == [False, True]

@@ -138,13 +138,11 @@ trainer.router_aux_loss=0.1 -> for a Qwen ... set trainer.router_aux_loss=auto, 
 observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 generator.command=[/bin/true] gateway.tool_format=nope -> is not known => gateway.tool_format=auto
-ROWS task.digest=x -> or set task.digest=
 ROWS task.args.x=1 -> and files have no settings ... remove task.args
 ROWS task.prompt_column=x -> set task.prompt_column and => task.prompt_column=prompt
 EVAL -> is above the 2 prompts of its task ... set eval.num_prompts=2
 eval=[{task: {files: [rows.jsonl], reward: 'mine_here:length'}}] -> set eval.num_prompts=2
 EVAL eval.num_prompts=2 eval.task.prompt_column=x -> eval.task.prompt_column => eval.task.prompt_column=prompt
-EVAL eval.num_prompts=2 eval.task.digest=x -> eval.task.digest=x, and ... or set eval.task.digest=
 ROWS task.files=[system.jsonl] task.system_prompt=abc -> remove task.system_prompt, or the message
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """

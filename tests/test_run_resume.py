@@ -191,19 +191,6 @@ def test_run_with_all_steps_continues_by_the_command_it_prints(
     assert (answer.exit_code, answer.exception) == (0, None), answer.output
 
 
-@pytest.mark.extension("scoring")
-def test_rule_of_a_reward_model_may_change(tmp_path: Path) -> None:
-    def rewarded(path: str, rule: str) -> RunConfig:
-        reward = {"model": {"path": path, "offload": rule}}
-        task = {"files": ["rows.jsonl"], "reward": reward, "python": None}
-        return make_config(tmp_path / rule, task=task, buffer={"filter": "none"})
-
-    folder = killed_run(tmp_path / "run", rewarded("m", "auto"))
-    assert not found(folder, rewarded("m", "never"), "auto").notes
-    with pytest.raises(ConfigError, match="task.reward: "):
-        find_resume(folder, rewarded("n", "never"), "auto")
-
-
 def test_changed_settings_are_listed_and_accepted(
     run_dir: Path, tmp_path: Path
 ) -> None:

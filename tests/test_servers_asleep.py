@@ -162,10 +162,10 @@ def kill_in_both_slices(
 @pytest.mark.parametrize("kind", ["teacher", "reward"])
 def test_colocated_run_trains_the_same_despite_kills(kind: str, tmp_path: Path) -> None:
     quiet, run_dir = tmp_path / "quiet" / "run", tmp_path / "colocated" / "run"
-    stays = write_colocated(tmp_path / "quiet", kind, "never")
+    stays = write_colocated(tmp_path / "quiet", kind, "cpu")
     ended = job_runs.run(stays, quiet)
     assert ended.returncode == 0, ended.stderr
-    path = write_colocated(tmp_path / "colocated", kind, "always")
+    path = write_colocated(tmp_path / "colocated", kind)
     held_slice(run_dir).touch()
     process = job_runs.start(path, run_dir)
     kill_in_both_slices(process, run_dir, kind)

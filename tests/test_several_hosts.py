@@ -92,7 +92,7 @@ def test_two_hosts_equal_one_bit_for_bit(cluster: Cluster, tmp_path: Path) -> No
 def test_servers_share_by_time_on_ray(cluster: Cluster, tmp_path: Path) -> None:
     """Trainer, engine and two copies of a reward model share the first host's CPU."""
     config = variant(
-        write_colocated(tmp_path, "reward", "always"),
+        write_colocated(tmp_path, "reward"),
         tmp_path,
         trainer={"num_steps": 3},
         placement={"reward": ["cpu", "cpu"]},

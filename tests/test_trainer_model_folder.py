@@ -68,20 +68,19 @@ def test_commit_of_the_hub_is_kept(
     given: str | None,
 ) -> None:
     asked: list[str | None] = []
+    hub_ids = set[str]()
 
     def snapshot_download(hub_id: str, *, revision: str | None = None, **_: Any) -> str:
         asked.append(revision)
+        hub_ids.add(hub_id)
         folder = tmp_path / "hub" / "snapshots" / (revision or f"commit{len(asked)}")
         return str(shutil.copytree(tiny_model_dir, folder, dirs_exist_ok=True))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    config = load_config(
-        write_config(
-            tmp_path, model={"path": "some/model", "scratch": None, "revision": given}
-        )
-    )
+    path = "some/model" if given is None else f"some/model@{given}"
+    config = load_config(write_config(tmp_path, model={"path": path, "scratch": None}))
     for _ in range(2):
-        pin = ModelPin(tmp_path, config.model.source)
+        pin = ModelPin(tmp_path, config.model.path)
         pin.read(
             asyncio.run(
                 make_model_folder(config, tmp_path, run_module, commit=pin.revision)
@@ -90,6 +89,7 @@ def test_commit_of_the_hub_is_kept(
         pin.write()
     assert asked == [given, given or "commit1"]
     assert pin.revision == asked[1]
+    assert hub_ids == {"some/model"}
     assert ModelPin(tmp_path, "some/model@v2").revision is None, (
         "it is fetched, and its files are compared"
     )

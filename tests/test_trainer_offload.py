@@ -42,10 +42,11 @@ PPO: dict[str, Any] = {
     "critic": {"learning_rate": 1e-2},
 }
 GONE = "always"
-ALWAYS: dict[str, Any] = {
-    "policy": {"weights": GONE, "gradients": GONE, "optimizer": GONE},
-    "reference": {"reference": GONE},
-    "critic": {"weights": GONE, "gradients": GONE, "optimizer": GONE},
+TRAINED = {"weights": GONE, "gradients": GONE, "optimizer": GONE}
+ALWAYS: dict[tuple[str, ...], dict[str, str]] = {
+    ("policy", "critic"): TRAINED,
+    ("reference",): {"reference": GONE},
+    ("policy", "critic", "reference"): TRAINED | {"reference": GONE},
 }
 """Rules by whose parts leave while the others work."""
 PAGED = {"hidden_size": 64, "intermediate_size": 256}
@@ -125,20 +126,13 @@ def train_once(step: TrainerRank, version: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "leaving", [("policy",), ("critic", "reference"), ("policy", "critic", "reference")]
-)
+@pytest.mark.parametrize("leaving", ALWAYS)
 def test_models_that_share_by_time_take_the_same_steps(
     make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
 ) -> None:
-    trainer: dict[str, Any] = {"mini_batches": 2, "offload": {}}
-    for model in {"policy", "reference"} & {*leaving}:
-        trainer["offload"] |= ALWAYS[model]
-    critic = PPO["critic"]
-    if "critic" in leaving:
-        critic = critic | {"offload": ALWAYS["critic"]}
+    trainer = {"mini_batches": 2, "offload": ALWAYS[leaving]}
     plain = make_step(**PPO, dtype=dtype, trainer={"mini_batches": 2})
-    step = make_step(**PPO | {"critic": critic}, dtype=dtype, trainer=trainer)
+    step = make_step(**PPO, dtype=dtype, trainer=trainer)
     assert step.critic is not None
     seen = dict[str, set[bool]]()
     watch(step, step.policy, ("critic", CRITIC_STEP), seen)
@@ -151,25 +145,20 @@ def test_models_that_share_by_time_take_the_same_steps(
     step.load_state(tmp_path / "state")
     assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
     assert step.weights_digest() == plain.weights_digest()
-    assert seen == {model: {model in leaving} for model in ALWAYS}
+    models = ("policy", "critic", "reference")
+    assert seen == {model: {model in leaving} for model in models}
 
 
 def test_shards_that_share_by_time_take_the_same_steps(
     paged_model_dir: Path, tmp_path: Path
 ) -> None:
     """As on CUDA, where weights are shards also on a single device."""
-    trainer = {"mini_batches": 2, "offload": ALWAYS["policy"] | ALWAYS["reference"]}
-    critic = PPO["critic"] | {"offload": ALWAYS["critic"]}
+    trainer = {"mini_batches": 2, "offload": TRAINED | {"reference": GONE}}
     values = {**PPO, "dtype": "bfloat16"}
     with mesh_of_one(tmp_path) as ranks:
         specs = [
             make_spec(paged_model_dir, tmp_path, **values, trainer={"mini_batches": 2}),
-            make_spec(
-                paged_model_dir,
-                tmp_path,
-                **values | {"critic": critic},
-                trainer=trainer,
-            ),
+            make_spec(paged_model_dir, tmp_path, **values, trainer=trainer),
         ]
         plain, step = (TrainerRank(spec, ranks) for spec in specs)
         for version in range(3):
@@ -262,8 +251,8 @@ def test_move_that_fails_within_a_step_ends_the_process(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The critic has taken its step and the policy has not."""
-    critic = PPO["critic"] | {"offload": {"optimizer": "always"}}
-    spec = make_spec(tiny_model_dir, tmp_path, **{**PPO, "critic": critic})
+    trainer = {"offload": {"optimizer": "always"}}
+    spec = make_spec(tiny_model_dir, tmp_path, **PPO, trainer=trainer)
     step = TrainerRank(spec)
     assert step.critic is not None
     move = step._offload._together

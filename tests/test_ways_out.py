@@ -63,7 +63,7 @@ TAKEN = (
     "rollout.top_p=0.9 rollout.top_k=1000000 rollout.min_p=1",
     "rollout.engine=vllm rollout.top_k=50",
     "TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7",
-    "EVALS checkpoint.keep_best=seldom checkpoint.every=10",
+    "EVALS checkpoint.keep_best=true checkpoint.every=5",
     "rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data",
 )
 NOT_PROVOKED = {
@@ -139,7 +139,7 @@ def test_each_refusal_of_settings_is_met() -> None:
     said = [check(typed_of(parts_of(line)[0])) for line in REFUSED]
     met = {name_of(one) for one in said if one is not None}
     assert {one.shown for one in all_refusals()} - met == set(NOT_PROVOKED)
-    assert len(all_refusals()) > 120
+    assert len(all_refusals()) > 100
 
 
 # ---- commands

@@ -112,16 +112,6 @@ class RewardKind:
     scorer: str
 
 
-@dataclass(frozen=True, slots=True)
-class AddedServer:
-    """What rules of the config ask of a server of an extension. `engine`: its kind, if
-    the run starts an engine. `columns`: token columns that it adds to each rollout.
-    """
-
-    engine: str | None = None
-    columns: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """What an extension adds. A place is `module:name`.
@@ -148,7 +138,8 @@ class Extension:
     ConfigError.
     `roles`: place of a function from RunConfig to Roles (job/roles.py). They choose
     devices after the core's roles.
-    `servers`: place of a function from RunConfig to the AddedServers of these roles.
+    `columns`: place of a function from RunConfig to the token columns that these roles add
+    to each rollout.
     `rewards`: kinds of rewards by name.
     `metrics`: `package:file` of a table like observe/metrics.csv.
     `cures`: places of functions from Pace (observe/pace.py) to sentences, by the share of
@@ -172,7 +163,7 @@ class Extension:
     engines: Mapping[str, AddedEngine] = field(default_factory=dict)
     check: str = ""
     roles: str = ""
-    servers: str = ""
+    columns: str = ""
     rewards: Mapping[str, RewardKind] = field(default_factory=dict)
     metrics: str = ""
     cures: Mapping[str, str] = field(default_factory=dict)
@@ -352,15 +343,3 @@ def missing_extensions(written: str) -> list[str]:
     """
     names = {one.partition(" ")[0]: one for one in written.split(", ") if one}
     return [names[name] for name in names if name not in extensions()]
-
-
-def changed_extensions(written: str) -> list[str]:
-    """Return a note for each extension of a run that has another version here."""
-    here = written_extensions().split(", ")
-    changed = set(written.split(", ")) - {*here, *missing_extensions(written), ""}
-    return [
-        f"the run was started with the extension {one}; here are {', '.join(here)}"
-        for one in sorted(changed)
-        # Their version is asyncrl's, which the run records by itself.
-        if not one.endswith(" of asyncrl")
-    ]

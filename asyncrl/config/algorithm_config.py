@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     Field,
@@ -12,7 +12,13 @@ from pydantic import (
     PositiveFloat,
 )
 
-from asyncrl.config.fields import Fraction, FrozenConfig, PositiveFraction
+from asyncrl.config.fields import (
+    Fraction,
+    FrozenConfig,
+    NotWith,
+    OnlyWith,
+    PositiveFraction,
+)
 
 GROUP_ADVANTAGES = (
     "grpo",
@@ -86,7 +92,7 @@ class AlgorithmConfig(FrozenConfig):
     """Multiply the KL term by the importance weight, so that its gradient is the
     current policy's KL on stale data.
     """
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "reward"], NotWith("reward_weight", (0,))] = "loss"
     """Add the KL term to each token's loss, or subtract it from the reward (estimator
     k1).
     """
@@ -94,16 +100,19 @@ class AlgorithmConfig(FrozenConfig):
     """Weight of the distance to the teacher: in advantages, or in the loss for a
     distill_loss over the teacher's likeliest tokens (0 = off).
     """
-    distill_loss: Literal["reverse_kl", "forward_kl", "topk_reverse_kl", "jsd"] = (
-        "reverse_kl"
-    )
+    distill_loss: Annotated[
+        Literal["reverse_kl", "forward_kl", "topk_reverse_kl", "jsd"],
+        OnlyWith("distill_weight"),
+    ] = "reverse_kl"
     """Distance to the teacher: KL(student || teacher) or KL(teacher || student) by
     sampled tokens; or KL(student || teacher) or the generalised JSD over the teacher's
     likeliest tokens and one bucket for all others.
     """
-    distill_top_k: int = Field(default=16, ge=1, le=1024)
+    distill_top_k: Annotated[
+        int, Field(ge=1, le=1024), OnlyWith("distill_loss", ("topk_reverse_kl", "jsd"))
+    ] = 16
     """The teacher's likeliest tokens that topk_reverse_kl and jsd compare."""
-    distill_beta: Fraction = 0.5
+    distill_beta: Annotated[Fraction, OnlyWith("distill_loss", ("jsd",))] = 0.5
     """Beta of jsd: 0 is KL(teacher || student), 1 KL(student || teacher)."""
     reward_weight: NonNegativeFloat = 1.0
     """Weight of the reward's advantage (0 = only distillation)."""
@@ -111,14 +120,14 @@ class AlgorithmConfig(FrozenConfig):
     """Route each token to the experts that the engine used (R3,
     https://arxiv.org/abs/2510.11370).
     """
-    overlong_tokens: NonNegativeInt = 0
+    overlong_tokens: Annotated[NonNegativeInt, NotWith("reward_weight", (0,))] = 0
     """Samples longer than rollout.max_tokens - overlong_tokens are penalised, linearly by up to 1 (0 =
     off)."""
-    gae_lambda: Fraction = 0.95
+    gae_lambda: Annotated[Fraction, OnlyWith("advantage", ("gae",))] = 0.95
     """Lambda of gae: 0 trusts the critic's next value, 1 the rewards that followed."""
-    discount: PositiveFraction = 1.0
+    discount: Annotated[PositiveFraction, OnlyWith("advantage", ("gae",))] = 1.0
     """Discount of gae per sampled token."""
-    whiten_advantages: bool = True
+    whiten_advantages: Annotated[bool, OnlyWith("advantage", ("gae",))] = True
     """Give the advantages of gae mean 0 and deviation 1 over the batch's loss tokens.
     """
     turn_discount: Fraction | None = None
@@ -126,7 +135,7 @@ class AlgorithmConfig(FrozenConfig):
     this per turn. For rloo, gigpo and `module:function` (none = one reward per rollout,
     or a turn's own).
     """
-    state_weight: NonNegativeFloat = 1.0
+    state_weight: Annotated[NonNegativeFloat, OnlyWith("advantage", ("gigpo",))] = 1.0
     """Weight in gigpo of the comparison of turns that started from the same state."""
 
     @property
@@ -140,22 +149,8 @@ class AlgorithmConfig(FrozenConfig):
         return self.distill_top_k if self.distill_weight > 0 and is_over_ids else 0
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._conflicts_of_distillation()
         yield from self._conflicts_of_terms()
         yield from self._conflicts_of_turns()
-
-    def _conflicts_of_distillation(self) -> Iterator[str]:
-        is_used = {
-            "distill_loss": self.distill_weight > 0,
-            "distill_top_k": self.num_distill_ids > 0,
-            "distill_beta": self.distill_loss == "jsd",
-        }
-        for name in self.given(*is_used):
-            if not is_used[name]:
-                yield (
-                    f".{name} has no effect with .distill_weight={self.distill_weight} and .distill_loss="
-                    f"{self.distill_loss}; remove it"
-                )
 
     def _conflicts_of_terms(self) -> Iterator[str]:
         # The reward is one number per rollout, so the penalty is a sum over its tokens.
@@ -166,18 +161,6 @@ class AlgorithmConfig(FrozenConfig):
         if self.reward_weight == self.distill_weight == 0:
             yield (
                 ".reward_weight=0 and .distill_weight=0 leave nothing to learn from; set .reward_weight=1"
-            )
-        # Both change only the reward, which has no weight here.
-        if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
-            yield (
-                ".reward_weight=0: .overlong_tokens and .kl_in=reward have no effect; set .reward_weight=1, "
-                "or .overlong_tokens=0 and .kl_in=loss"
-            )
-        only_gae = self.given("gae_lambda", "discount", "whiten_advantages")
-        if only_gae and not self.needs_critic:
-            yield (
-                f".{only_gae[0]} has no effect with .advantage={self.advantage}; set .advantage=gae and "
-                "critic={}, or remove it"
             )
         # Masked tokens are states of gae too, and nobody computes their logprobs.
         if self.needs_critic and is_kl_in_reward:
@@ -198,5 +181,3 @@ class AlgorithmConfig(FrozenConfig):
             )
         if self.advantage == "gigpo" and self.turn_discount is None:
             yield ".advantage=gigpo needs .turn_discount; set .turn_discount=0.95, as in the paper"
-        if self.given("state_weight") and self.advantage != "gigpo":
-            yield f".state_weight has no effect with .advantage={self.advantage}; remove it"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import NonNegativeInt, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.offload_config import OffloadConfig
 
 
 class CriticConfig(FrozenConfig):
@@ -15,14 +12,10 @@ class CriticConfig(FrozenConfig):
     (docs/critic.md).
     """
 
-    free_keys: ClassVar = ("offload",)
-
     path: str | None = None
-    """Hugging Face folder or hub id of a model with the vocabulary of `model` (none =
-    the policy's initial weights). Its head is replaced by a value head of zeros.
-    """
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
+    """Hugging Face folder or hub id, as for model.path, of a model with the vocabulary of
+    `model` (none = the policy's initial weights). Its head is replaced by a value head of
+    zeros.
     """
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate. All else of the optimizer is as in `trainer`."""
@@ -32,5 +25,3 @@ class CriticConfig(FrozenConfig):
     """Clip a value to this distance from its value before the batch, as PPO does (none
     = off).
     """
-    offload: OffloadConfig = OffloadConfig()
-    """Parts of the critic that leave the device between uses."""

@@ -18,12 +18,12 @@ from asyncrl.config.fields import (
     Count,
     Fraction,
     Name,
+    OnlyWith,
     PositiveFraction,
     SampledConfig,
     tag_of,
 )
 from asyncrl.config.task_config import TaskConfig
-from asyncrl.messages.sampling import CUTS
 
 EVAL_SEED = 2**30
 """Seed of evaluations, unlike the run's seed."""
@@ -55,15 +55,15 @@ class EvalConfig(SampledConfig):
     """
     num_prompts: Count = 64
     """Prompts per evaluation, from the task's first."""
-    samples: Count = 1
+    samples: Annotated[Count, OnlyWith("temperature")] = 1
     """Completions per prompt."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature (0 = greedy)."""
-    top_p: PositiveFraction = 1.0
+    top_p: Annotated[PositiveFraction, OnlyWith("temperature")] = 1.0
     """Sample from the likeliest tokens, up to this total probability (1 = all)."""
-    top_k: NonNegativeInt = 0
+    top_k: Annotated[NonNegativeInt, OnlyWith("temperature")] = 0
     """Sample from this number of likeliest tokens (0 = all)."""
-    min_p: Fraction = 0.0
+    min_p: Annotated[Fraction, OnlyWith("temperature")] = 0.0
     """Sample from tokens with at least this share of the likeliest token's probability
     (0 = all).
     """
@@ -84,13 +84,6 @@ class EvalConfig(SampledConfig):
             yield f".task.{key} is not for evaluations; remove it"
         if self.called in PARTS_OF_EVALS:
             yield f"an evaluation cannot be called {self.called}; set .name to another name"
-        if self.temperature == 0 and (cuts := self.given(*sorted(CUTS))):
-            yield f".{cuts[0]} has no effect at .temperature=0; set .temperature=1, or remove it"
-        if self.samples > 1 and self.temperature == 0:
-            yield (
-                f".samples={self.samples} are all the same at .temperature=0; set .temperature=1 or "
-                ".samples=1"
-            )
 
 
 Evals = Annotated[

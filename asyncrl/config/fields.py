@@ -80,9 +80,23 @@ class FrozenConfig(BaseModel):
                 )
         # Refusals of extensions are first: what a section lacks may be theirs.
         added = (load_place(place)(self) for place in self.refusals)
-        for conflict in itertools.chain(*added, self.conflicts()):
+        rules = (self._without_effect(), self.conflicts())
+        for conflict in itertools.chain(*added, *rules):
             raise ValueError(conflict)
         return self
+
+    def _without_effect(self) -> Iterator[str]:
+        fields = type(self).model_fields
+        for name in self.given(*fields):
+            for rule in fields[name].metadata:
+                if not (isinstance(rule, OnlyWith) and rule.is_broken(self)):
+                    continue
+                value = getattr(self, rule.key)
+                text = "none" if value is None else _as_text(value)
+                only = ""
+                if rule.is_wanted and rule.values:
+                    only = f", only with {' or '.join(map(str, rule.values))}"
+                yield f".{name} has no effect with .{rule.key}={text}{only}; remove it"
 
     def given(self, *names: str) -> list[str]:
         return [
@@ -90,6 +104,30 @@ class FrozenConfig(BaseModel):
             for name in names
             if getattr(self, name) != type(self).model_fields[name].default
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyWith:
+    """Metadata of a setting that is refused, because it has no effect, unless another
+    setting of its section has one of these values; without `values`, any but its default.
+    """
+
+    key: str
+    values: Collection[object] = ()
+
+    is_wanted: ClassVar = True
+
+    def is_broken(self, section: FrozenConfig) -> bool:
+        is_met = bool(section.given(self.key))
+        if self.values:
+            is_met = getattr(section, self.key) in self.values
+        return is_met != self.is_wanted
+
+
+class NotWith(OnlyWith):
+    """Metadata of a setting that is refused where OnlyWith would accept it."""
+
+    is_wanted: ClassVar = False
 
 
 class ScoredReward(FrozenConfig):

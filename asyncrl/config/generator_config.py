@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from asyncrl.base.extensions import HarnessKind, rows
 from asyncrl.config.extended import extended
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, NotWith, OnlyWith
 
 ENDPOINT_ENV = {
     "OPENAI_BASE_URL": "url",
@@ -72,28 +72,30 @@ class GeneratorConfig(FrozenConfig):
     """Settings of the harness, such as a verifiers environment's, or keyword arguments
     of the python function.
     """
-    env: dict[str, str] = {}
+    env: Annotated[dict[str, str], OnlyWith("command")] = {}
     """Environment variables of a command, in addition to PATH, LANG, those of the
     endpoint, and a HOME and TMPDIR of its own.
     """
-    pass_env: list[str] = []
+    pass_env: Annotated[list[str], OnlyWith("command")] = []
     """Variables of the run's environment that a command also gets; never written to a
     file. HOME: all commands share the worker's home, instead of an empty one each.
     """
-    sandbox: Literal["none", "bubblewrap"] = "none"
+    sandbox: Annotated[Literal["none", "bubblewrap"], OnlyWith("command")] = "none"
     """Isolation of a command. bubblewrap: no network except the gateway, and only
     system files, the work folder and sandbox_paths.
     """
-    sandbox_paths: list[str] = []
+    sandbox_paths: Annotated[list[str], OnlyWith("sandbox")] = []
     """Additional files and folders that a sandboxed command can read."""
-    max_memory_mb: PositiveInt | None = None
+    max_memory_mb: Annotated[PositiveInt | None, OnlyWith("sandbox")] = None
     """Memory per process of a sandboxed command, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
     """Source of rewards. returned: the function's result, or the command's last line.
     posted: /v1/outcome, with a key per task, before the rollout ends. later: /v1/outcome,
     also hours after its end (docs/rewards.md). none: the task's reward function.
     """
-    outcome_timeout_s: PositiveFloat | None = 86_400.0
+    outcome_timeout_s: Annotated[
+        PositiveFloat | None, OnlyWith("outcomes", ("later",))
+    ] = 86_400.0
     """Timeout for a reward that is posted later, in seconds since the end of its rollout,
     or since a resume. On expiry the rollout fails (none = no limit).
     """
@@ -102,7 +104,7 @@ class GeneratorConfig(FrozenConfig):
     or gateway.max_rollout_tokens. truncate: score the sampled tokens, marked as
     truncated. fail: fail the rollout and retry it.
     """
-    on_timeout: OnTimeout = "fail"
+    on_timeout: Annotated[OnTimeout, NotWith("outcomes", ("posted",))] = "fail"
     """Applies when an agent has called the model and runs out of time: rollout.timeout_s, or
     the time limit of an agent of verifiers or Harbor. fail: fail the rollout and retry
     it. score: take the reward of verifiers or Harbor, else the task's.
@@ -151,14 +153,8 @@ class GeneratorConfig(FrozenConfig):
         # in the worker itself.
         for_kinds = {
             "stop": ["a single turn"],
-            "env": ["command"],
-            "pass_env": ["command"],
-            "sandbox": ["command"],
-            "sandbox_paths": ["command"],
-            "max_memory_mb": ["command"],
             "args": [name for name in HARNESSES if HARNESSES[name].takes_args],
             "give_answer": kinds,
-            "outcome_timeout_s": ["python", "command", "remote"],
             "on_overflow": kinds,
             "on_timeout": kinds,
             "outcomes": {
@@ -174,16 +170,6 @@ class GeneratorConfig(FrozenConfig):
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
                 yield f".{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it"
-        if self.sandbox == "none":
-            for name in self.given("sandbox_paths", "max_memory_mb"):
-                yield f".{name} needs a sandbox; set .sandbox=bubblewrap, or remove it"
-        if self.outcomes == "posted" and self.given("on_timeout"):
-            yield ".on_timeout takes no posted reward; set .outcomes=later, or remove it"
-        if self.outcomes != "later" and self.given("outcome_timeout_s"):
-            yield (
-                f".outcome_timeout_s has no effect with .outcomes={self.outcomes}; set .outcomes=later, or "
-                "remove it"
-            )
         # env is written to the run directory, pass_env never is. For a secret, it must
         # not be a guess which of the two wins.
         if taken := [

@@ -133,25 +133,40 @@ def load_job(
     """Read and check a YAML file of this kind with overrides. `run_dir`: of a run that
     may be resumed with it. Raises ConfigError.
     """
-    values = _read_yaml(path)
-    section = _section_of_job(values)
-    other = job_forms().get(section, form)
-    if other is not form:
+    config = load_any(path, overrides, form=form, run_dir=run_dir)
+    if not isinstance(config, form):
+        forms = job_forms()
+        section = next(name for name in forms if isinstance(config, forms[name]))
         raise ConfigError(
-            f"{path} has a section {section}, so it is for {other.about}",
-            way_out=f"run `asyncrl {other.command} {path}`.",
+            f"{path} has a section {section}, so it is for {config.about}",
+            way_out=f"run `asyncrl {config.command} {path}`.",
         )
-    with _naming_missing(path if run_dir is None else Path(run_dir) / "config.yaml"):
-        return _checked_file(form, values, overrides, path)
+    return config
 
 
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """Read a config of any kind of job. Raises ConfigError."""
+def load_any(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    form: type[JobConfig] = RunConfig,
+    run_dir: str | Path | None = None,
+) -> JobConfig:
+    """Read and check a config of any kind of job; of this one if no section says the
+    kind. Raises ConfigError.
+    """
     # Read once: a pipe, such as /dev/stdin, has no second time.
     values = _read_yaml(path)
-    form = job_forms().get(_section_of_job(values), RunConfig)
-    with _naming_missing(path):
+    form = job_forms().get(_section_of_job(values), form)
+    try:
         return _checked_file(form, values, overrides, path)
+    except ConfigError as error:
+        written = path if run_dir is None else Path(run_dir) / "config.yaml"
+        extensions = extensions_of(Path(written)) if Path(written).is_file() else ""
+        if missing := " and ".join(missing_extensions(extensions)):
+            error.way_out = (
+                f"install {missing}: the run was started with it; or {error.way_out}"
+            )
+        raise
 
 
 def load_written(path: Path) -> JobConfig:
@@ -209,22 +224,6 @@ def extensions_of(path: Path) -> str:
     return second.removeprefix(_EXTENSIONS).strip() if is_of_run else ""
 
 
-@contextlib.contextmanager
-def _naming_missing(path: str | Path) -> Iterator[None]:
-    """Name the extensions in an error that a run was started with and that are not in
-    use here. `path`: the run's config, or any other file.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        written = extensions_of(Path(path)) if Path(path).is_file() else ""
-        if missing := " and ".join(missing_extensions(written)):
-            error.way_out = (
-                f"install {missing}: the run was started with it; or {error.way_out}"
-            )
-        raise
-
-
 def writer_of(path: Path) -> str | None:
     """Return the version of asyncrl that wrote a run's config; None for another file."""
     with path.open(encoding="utf-8") as file:
@@ -251,10 +250,9 @@ def _checked_file(
     writer = writer_of(Path(path))
     if writer not in (None, __version__):
         try:
-            form.model_validate(values)
-        except ValidationError as error:
-            keys = [" in it".join(_explain(one, form)) for one in error.errors()]
-            raise refused_version(Path(path), str(writer), " ".join(keys)) from error
+            checked(form, values, (), "it")
+        except ConfigError as error:
+            raise refused_version(Path(path), str(writer), error.what) from error
     return checked(form, values, overrides, str(path))
 
 
@@ -498,20 +496,31 @@ def _section_hint(where: str, value: object, form: type[BaseModel]) -> str:
     return f"a section belongs there: write {where}={{{written}}}"
 
 
-def _closest(wrong: str, form: type[BaseModel] = RunConfig) -> str | None:
+def _closest(wrong: str, form: type[BaseModel] = RunConfig) -> str:
     """Return the key of another library's name, the few keys with the same last part,
-    or a similar one.
+    or the likeliest of similar ones; '' without any.
+
+    >>> _closest("learningrate")
+    'trainer.learning_rate or critic.learning_rate'
     """
     known = all_keys(form)
-    if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) in known:
-        return ours
     # First another library's name, which resembles no key here; then the right key in
     # the wrong section; a spelling mistake last, since it is a guess.
-    same = [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
-    if len(same) == 1:
-        return same[0]
-    close = difflib.get_close_matches(wrong, same or known, n=1, cutoff=0.85)
-    return " or ".join(close or sorted(same, key=len)[:3]) or None
+    if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) in known:
+        return str(ours)
+    if same := [key for key in known if _last_part(key) == _last_part(wrong)]:
+        likely = difflib.get_close_matches(wrong, same, n=1, cutoff=0.85)
+        same.sort(key=lambda key: (key not in BASIC, len(key)))
+        return " or ".join(likely or same[:3])
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.85)
+    # The last key of a name counts: a basic one.
+    names = {_last_part(key): key for key in sorted(known, key=BASIC.__contains__)}
+    near = difflib.get_close_matches(_last_part(wrong), names, n=1, cutoff=0.85)
+    return "".join(close or [names[name] for name in near])
+
+
+def _last_part(key: str) -> str:
+    return re.sub("[-_]", "", key.rpartition(".")[2].lower())
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,7 +553,7 @@ def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
     if option in OPTIONS:
         return OPTIONS[option]
     key = option.strip("-")
-    ours = key if key in all_keys() else _closest(key.replace("-", "_"))
+    ours = key if key in all_keys() else _closest(key)
     text = " ".join(arguments).partition(option)[2].strip("= ").partition(" ")[0]
     return f"write {ours}={text or 'VALUE'} after the config." if ours else ""
 
@@ -580,21 +589,15 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """Yield (section, description, keys) in config order; '' is the top level, and
     sections of other jobs than runs are last.
     """
-    all_known = [_key(name, info) for name, info in _fields(RunConfig)]
-    models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
-    tops = [
-        key for key in all_known if "." not in key.name and models[key.name] is None
-    ]
+    infos = {**RunConfig.model_fields}
+    infos |= {name: form.model_fields[name] for name, form in job_forms().items()}
+    tops = [_key(name, info) for name, info in infos.items() if not section_of(info)]
     yield "", "Settings outside any section.", tops
-    for name, model in models.items():
+    for name, info in infos.items():
+        model = section_of(info)
         if model is not None:
-            own = [key for key in all_known if key.name.startswith(f"{name}.")]
-            keys = [key for key in own if not key.name.startswith(REPEATED)]
-            yield name, " ".join((model.__doc__ or "").split()), keys
-    for name, form in job_forms().items():
-        model = section_of(form.model_fields[name])
-        if form is not RunConfig and model is not None:
-            keys = [_key(key, info) for key, info in _fields(model, f"{name}.")]
+            inner = _fields(model, f"{name}.")
+            keys = [_key(*one) for one in inner if not one[0].startswith(REPEATED)]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
@@ -630,26 +633,13 @@ def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
             key for key in known if word in f"{key.name} {key.meaning}".lower()
         ]
     if not found:
-        closest = _closest(wanted) or " or ".join(_near(word))
+        closest = _closest(wanted)
         hint = f"; did you mean {closest}?" if closest else ""
         raise ConfigError(
             f"no setting, section or meaning has {wanted}{hint}",
             way_out="give a key like buffer.max_staleness, a section like buffer, a word, or --all.",
         )
     return _described(found)
-
-
-def _near(word: str) -> list[str]:
-    """Return the keys whose last parts are most like a word, without their dashes.
-
-    >>> _near("learningrate")
-    ['trainer.learning_rate']
-    """
-    # The last key of a name counts: a basic one.
-    known = sorted(all_keys(), key=BASIC.__contains__)
-    keys = {key.rpartition(".")[2].replace("_", ""): key for key in known}
-    plain = word.rpartition(".")[2].replace("_", "").replace("-", "")
-    return [keys[name] for name in difflib.get_close_matches(plain, keys, cutoff=0.75)]
 
 
 def _described(keys: Sequence[Key]) -> str:

@@ -10,6 +10,12 @@ from pydantic import Field
 from asyncrl.config.fields import DType, FrozenConfig
 
 
+def split_hub_id(path: str) -> tuple[str, str | None]:
+    """Split owner/name@revision; the revision may be absent."""
+    name, _, revision = path.partition("@")
+    return name, revision or None
+
+
 class ScratchConfig(FrozenConfig):
     """A small model with random weights, seeded by `seed`."""
 
@@ -35,12 +41,11 @@ class ModelConfig(FrozenConfig):
 
     # A moved folder is still the same model: a resume compares its files with the
     # ModelPin, which the run wrote at its start.
-    free_keys: ClassVar = ("path", "revision")
+    free_keys: ClassVar = ("path",)
 
     path: str | None = None
-    """Hugging Face folder or hub id of a causal language model with a chat template."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first
+    """Hugging Face folder or hub id of a causal language model with a chat template. A hub
+    id may end with a branch, tag or commit: owner/name@v2. A resumed run keeps its first
     commit.
     """
     scratch: ScratchConfig | None = None
@@ -61,9 +66,3 @@ class ModelConfig(FrozenConfig):
     def conflicts(self) -> Iterator[str]:
         if (self.path is None) == (self.scratch is None):
             yield "give one of model.path (a folder or hub id) and model.scratch (random weights)"
-        if self.revision is not None and self.path is None:
-            yield f"model.revision={self.revision} is of a hub id, which model.scratch lacks; remove it"
-
-    @property
-    def source(self) -> str | None:
-        return self.path if self.revision is None else f"{self.path}@{self.revision}"

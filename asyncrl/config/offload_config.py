@@ -1,11 +1,10 @@
-"""Sections `trainer.offload` and `critic.offload`."""
+"""Section `trainer.offload`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.fields import FrozenConfig, NotWith
 from asyncrl.messages.engine_api import TrainerPart
 
 Rule = Literal["auto", "always", "never"]
@@ -13,6 +12,7 @@ Rule = Literal["auto", "always", "never"]
 the device. auto: it leaves for the engines if both sides do not fit, and not within a
 step.
 """
+RuleOfPart = Annotated[Rule, NotWith("by_layer")]
 Trained = Literal["policy", "critic", "reference"]
 
 
@@ -25,10 +25,8 @@ class ModelPart(NamedTuple):
     @property
     def key(self) -> str:
         """Return the setting of its rule."""
-        if self.model == "reference":
-            return "trainer.offload.reference"
-        section = "trainer" if self.model == "policy" else self.model
-        return f"{section}.offload.{self.part}"
+        part = "reference" if self.model == "reference" else self.part
+        return f"trainer.offload.{part}"
 
 
 POLICY_WEIGHTS = ModelPart("policy", "weights")
@@ -43,24 +41,17 @@ CRITIC_STEP = (*CRITIC_PASS, ModelPart("critic", "optimizer"))
 
 
 class OffloadConfig(FrozenConfig):
-    """Where the parts of a model are while it does not use them: auto, always or never
-    in host memory (docs/colocation.md).
+    """Where the parts of policy and critic are while they are not used: auto, always or
+    never in host memory (docs/colocation.md).
     """
 
-    weights: Rule = "auto"
-    """Weights that the model computes with; float32 weights are also the optimizer's."""
-    gradients: Rule = "auto"
+    weights: RuleOfPart = "auto"
+    """Weights that a model computes with; float32 weights are also the optimizer's."""
+    gradients: RuleOfPart = "auto"
     """The gradient, from the backward pass to its optimizer step."""
-    optimizer: Rule = "auto"
+    optimizer: RuleOfPart = "auto"
     """AdamW's moments, and the float32 weights of a model with other weights."""
-
-
-class TrainerOffloadConfig(OffloadConfig):
-    """Where the parts of the policy are while they are not used: auto, always or never
-    in host memory (docs/colocation.md).
-    """
-
-    reference: Rule = "auto"
+    reference: RuleOfPart = "auto"
     """Weights of the reference model, with algorithm.kl_coefficient above 0."""
     by_layer: bool = False
     """Keep all parts of policy and critic in host memory also within a step: FSDP2
@@ -68,18 +59,9 @@ class TrainerOffloadConfig(OffloadConfig):
     only).
     """
 
-    def conflicts(self) -> Iterator[str]:
-        given = self.given("weights", "gradients", "optimizer", "reference")
-        if self.by_layer and given:
-            yield f".by_layer has all parts in host memory; remove .{given[0]}"
 
-
-def offload_rules(
-    policy: TrainerOffloadConfig, critic: OffloadConfig | None
-) -> dict[ModelPart, Rule]:
+def offload_rules(config: OffloadConfig, *, has_critic: bool) -> dict[ModelPart, Rule]:
     """Return the rule of each part of the models on the trainer's ranks."""
-    rules: dict[ModelPart, Rule] = {REFERENCE_WEIGHTS: policy.reference}
-    rules |= {one: getattr(policy, one.part) for one in POLICY_STEP}
-    if critic is not None:
-        rules |= {one: getattr(critic, one.part) for one in CRITIC_STEP}
-    return rules
+    parts = (*POLICY_STEP, *CRITIC_STEP) if has_critic else POLICY_STEP
+    rules: dict[ModelPart, Rule] = {REFERENCE_WEIGHTS: config.reference}
+    return rules | {one: getattr(config, one.part) for one in parts}

@@ -18,7 +18,6 @@ from pydantic import (
 from asyncrl.config.device_forms import device_numbers
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.other_names import KEYS
 
 
 class NodesConfig(FrozenConfig):
@@ -47,8 +46,6 @@ number of nodes.
 """
 
 DEVICE_WORDS = ("auto", "cpu", "all")
-SETTINGS = ("share",)
-"""Keys of the section that are not a component."""
 
 
 def is_cpu(devices: Devices) -> bool:
@@ -90,7 +87,7 @@ class PlacementConfig(FrozenConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_known_components(cls, values: object) -> object:
+    def _split_keys(cls, values: object) -> object:
         """Read a key like `trainer,rollout` as a key for each component."""
         if not isinstance(values, dict):
             return values
@@ -98,13 +95,6 @@ class PlacementConfig(FrozenConfig):
         for key, value in values.items():
             names = re.split(r"\s*,\s*", str(key))
             for name in names:
-                if name not in cls.model_fields:
-                    known = [one for one in cls.model_fields if one not in SETTINGS]
-                    ours = KEYS.get(name, "")
-                    hint = f"; {name} is {ours} here" if ours else ""
-                    raise ValueError(
-                        f"{name} is not a component, which are {', '.join(known)}{hint}"
-                    )
                 if name in found:
                     raise ValueError(f"{name} is placed twice; name it in one key")
                 found[name] = value

@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from asyncrl.base.extensions import AddedServer, all_of, rows
+from asyncrl.base.extensions import all_of, rows
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.critic_config import CriticConfig
-from asyncrl.config.engine_kinds import ENGINES, engines_with
+from asyncrl.config.engine_kinds import engines_with
 from asyncrl.config.eval_config import NOT_EVALUATED, EvalConfig, Evals
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import Seed, located
@@ -26,7 +26,6 @@ from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.offload_config import (
     ModelPart,
-    OffloadConfig,
     Rule,
     offload_rules,
 )
@@ -130,8 +129,7 @@ class RunConfig(JobConfig):
         evals = []
         for one in task if isinstance(task, list) else [task]:
             if isinstance(one, dict) and isinstance(one.get("split"), dict):
-                left_out = (*NOT_EVALUATED, "digest")
-                held_out = {key: one[key] for key in one if key not in left_out}
+                held_out = {key: one[key] for key in one if key not in NOT_EVALUATED}
                 evals.append({"name": one.get("name"), **given, "task": held_out})
         if not evals:
             return values
@@ -243,11 +241,6 @@ class RunConfig(JobConfig):
         return [task for task, _ in self.players.values()]
 
     @property
-    def added_servers(self) -> list[AddedServer]:
-        """Return the servers of extensions."""
-        return [*all_of("servers", self)]
-
-    @property
     def shares(self) -> Mapping[str, int]:
         """Return the prompts of each task in one cycle.
 
@@ -266,8 +259,8 @@ class RunConfig(JobConfig):
 
     @property
     def best_eval(self) -> str | None:
-        named = self.checkpoint.keep_best
-        return named if isinstance(named, str) else next(iter(self.evals), None)
+        """Return the name of the evaluation that decides which checkpoint is best."""
+        return next(iter(self.evals), None)
 
     @property
     def evaluates_agent(self) -> bool:
@@ -281,8 +274,8 @@ class RunConfig(JobConfig):
     @property
     def offload_rules(self) -> dict[ModelPart, Rule]:
         """Return the rule of each part of the models on the trainer's ranks."""
-        critic = None if self.critic is None else self.critic.offload
-        return offload_rules(self.trainer.offload, critic)
+        has_critic = self.critic is not None
+        return offload_rules(self.trainer.offload, has_critic=has_critic)
 
     @property
     def interrupt(self) -> Interrupt:
@@ -321,6 +314,7 @@ class RunConfig(JobConfig):
             self._checkpoint_conflicts,
             self._eval_conflicts,
             self._algorithm_conflicts,
+            self._filter_conflicts,
             self._limit_conflicts,
             self._critic_conflicts,
             self._distill_conflicts,
@@ -335,8 +329,6 @@ class RunConfig(JobConfig):
         num_steps = self.trainer.mini_batches
         world_size = self.trainer.world_size
         group_size = self.rollout.group_size
-        advantage = self.algorithm.advantage
-        compares = "compares the rollouts of a prompt; set rollout.group_size=2 or more"
         # A batch is split by groups, so that each optimizer step compares whole groups.
         if num_groups % num_steps:
             yield (
@@ -350,14 +342,6 @@ class RunConfig(JobConfig):
                 f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step; "
                 "lower it, or raise trainer.num_groups"
             )
-        if (
-            group_size == 1
-            and advantage in GROUP_ADVANTAGES
-            and self.algorithm.reward_weight > 0
-        ):
-            yield f"algorithm.advantage={advantage} {compares}, or algorithm.advantage=reinforce_pp"
-        if group_size == 1 and self.buffer.filter == "equal_rewards":
-            yield f"buffer.filter=equal_rewards {compares}, or buffer.filter=none"
         # The penalty would begin below 0 tokens, and every answer would be punished for
         # its length.
         if (overlong := self.algorithm.overlong_tokens) > self.rollout.max_tokens:
@@ -368,15 +352,6 @@ class RunConfig(JobConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
-        kinds = [engine, *(server.engine for server in self.added_servers)]
-        for kind in sorted(ENGINES.keys() - kinds):
-            facts = ENGINES[kind]
-            python_key = f"{facts.package}_python"
-            if facts.package is not None and self.rollout.given(python_key):
-                yield (
-                    f"rollout.{python_key} is for {facts.title}, and neither rollout.engine, judge.engine "
-                    f"nor teacher.engine of a server of the run is {kind}; remove it"
-                )
         # Others started these servers, before this run could make a model for them.
         if self.rollout.external_urls is not None and self.model.path is None:
             key = self.rollout.facts.urls_key
@@ -404,23 +379,18 @@ class RunConfig(JobConfig):
             )
 
     def _checkpoint_conflicts(self) -> Iterator[str]:
-        best = self.best_eval
-        saved = self.checkpoint.every
-        if best is not None and best not in self.evals:
-            known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield (
-                f"checkpoint.keep_best={best}: there is no such evaluation; set it to false, to true (the "
-                f"first), or to a name: {known}"
-            )
+        if not self.checkpoint.keep_best:
             return
-        if self.checkpoint.keep_best and best is None:
+        if self.best_eval is None:
             yield (
                 "checkpoint.keep_best compares evaluations; set checkpoint.keep_best=false, or add a "
                 "section eval"
             )
+            return
         # Only saved versions can be kept, so each evaluation must fall on a checkpoint.
-        every = None if best is None else self.evals[best].every
-        if self.checkpoint.keep_best and (not every or not saved or every % saved):
+        every = self.evals[self.best_eval].every
+        saved = self.checkpoint.every
+        if saved is None or every % saved:
             yield (
                 f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}; set "
                 "checkpoint.every to a divisor, or checkpoint.keep_best=false"
@@ -467,23 +437,35 @@ class RunConfig(JobConfig):
             return
         for name, generator in self.generators.items():
             algorithm = algorithms.get(name, self.algorithm)
+            own = self.tasks[name].algorithm
+            key = key_of("task", name)
             is_compared = algorithm.advantage in GROUP_ADVANTAGES
             has_reward = self.algorithm.reward_weight > 0
             if is_compared and has_reward and self.rollout.group_size == 1:
+                advantage = "algorithm.advantage"
+                if own.advantage is not None:
+                    advantage = f"{key}.{advantage}"
                 yield (
-                    f"task.algorithm.advantage={algorithm.advantage} compares the rollouts of a prompt; set "
-                    "rollout.group_size=2 or more"
+                    f"{advantage}={algorithm.advantage} compares the rollouts of a prompt; set "
+                    f"rollout.group_size=2 or more, or {advantage}=reinforce_pp"
                 )
-            if algorithm.turn_discount is None:
-                continue
-            if not generator.is_harness:
-                key = key_of("task", name)
-                is_own = self.tasks[name].algorithm.turn_discount is not None
-                owner = f"{key}." if is_own else ""
+            if algorithm.turn_discount is not None and not generator.is_harness:
+                owner = "" if own.turn_discount is None else f"{key}."
                 yield f"{owner}algorithm.turn_discount is for agents, and {key} has no `generator`; remove it"
-            # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
-            if self.buffer.filter == "equal_rewards":
-                yield "buffer.filter=equal_rewards compares no sums over turns; set buffer.filter=none"
+
+    def _filter_conflicts(self) -> Iterator[str]:
+        algorithms = [self.algorithm, *self.algorithms.values()]
+        why = ""
+        if self.rollout.group_size == 1:
+            why = "has one rollout of a prompt, and nothing to compare"
+        # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
+        elif any(one.turn_discount is not None for one in algorithms):
+            why = "compares no sums over turns"
+        # The teacher judges every token.
+        elif self.algorithm.distill_weight > 0:
+            why = "drops groups to learn from"
+        if why and self.buffer.filter == "equal_rewards":
+            yield f"buffer.filter=equal_rewards {why}; set buffer.filter=none"
 
     def _limit_conflicts(self) -> Iterator[str]:
         for owner, (task, generator) in self.players.items():
@@ -507,18 +489,13 @@ class RunConfig(JobConfig):
 
     def _critic_conflicts(self) -> Iterator[str]:
         advantage = self.algorithm.advantage
-        if self.algorithm.needs_critic and self.critic is None:
-            yield "algorithm.advantage=gae needs a critic; set critic={}, or algorithm.advantage=grpo"
+        if self.algorithm.needs_critic != (self.critic is not None):
+            yield (
+                f"algorithm.advantage={advantage} and critic do not agree; "
+                "set both algorithm.advantage=gae and critic={}, or neither"
+            )
         if self.critic is None:
             return
-        has_rules = self.critic.offload != OffloadConfig()
-        if has_rules and self.trainer.offload.by_layer:
-            yield "trainer.offload.by_layer has all parts in host memory; remove critic.offload"
-        if not self.algorithm.needs_critic:
-            yield (
-                f"algorithm.advantage={advantage} uses no critic; set algorithm.advantage=gae, or "
-                "critic=none"
-            )
         warmup = self.critic.warmup_steps
         if warmup >= (num_steps := self.trainer.num_steps):
             yield (
@@ -528,14 +505,11 @@ class RunConfig(JobConfig):
 
     def _distill_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
-        is_taught = any(TEACHER in server.columns for server in self.added_servers)
+        is_taught = TEACHER in all_of("columns", self)
         # A teacher with weight 0 would hold a device for nothing, and a weight needs
         # its logprobs.
         if is_taught != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
-        # Equal rewards teach nothing by themselves, but the teacher judges every token.
-        if weight > 0 and self.buffer.filter == "equal_rewards":
-            yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
         # The teacher scores over the whole vocabulary, so its logprobs and those of a
         # support do not compare.
         if weight > 0 and self.rollout.sampling.is_cut:
@@ -576,9 +550,6 @@ class RunConfig(JobConfig):
         # A remote worker has one harness, and runs every item that it gets.
         if generator.remote and len(self.harnesses) > 1:
             yield "generator.remote runs one harness; remove task.generator, or let the run start its workers"
-        has_program = any(one.python or one.command for one in self.harnesses)
-        if generator.worker_python is not None and not has_program:
-            yield "generator.worker_python is for agents of `python` or `command`; remove it"
         is_used = any(task.generator is None for task in self.all_tasks)
         if generator.is_harness and not is_used:
             yield "generator has no use, because every task has its own; remove it"

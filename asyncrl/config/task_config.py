@@ -14,11 +14,9 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Tag,
-    model_validator,
 )
 
 from asyncrl.base.extensions import load_place, rows
-from asyncrl.config.algorithm_config import AlgorithmConfig
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import (
     Count,
@@ -30,7 +28,6 @@ from asyncrl.config.fields import (
 )
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.messages.records import SessionRules
-from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 
 ADDED_SOURCES: Mapping[str, str] = rows("task_sources")
 """Sources of extensions."""
@@ -62,37 +59,10 @@ else:
     ]
 
 
-class _PartOfTask(FrozenConfig):
-    shared: ClassVar[Mapping[str, str]] = {}
-    """Reasons why tasks have one value of other settings, by name."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_shared(cls, values: object) -> object:
-        for name in values if isinstance(values, dict) else ():
-            if reason := cls.shared.get(name):
-                raise ValueError(
-                    f".{name} cannot differ between tasks: {reason} for all"
-                )
-        return values
-
-
-_ONE_POLICY = (
-    "the trainer computes logprobs with one set of sampling parameters; remove it, and set "
-    "rollout.{}"
-)
-_ONE_STEP = "an optimizer step has one loss; remove it, and set algorithm.{}"
-
-
-class TaskLimits(_PartOfTask):
-    """Limits of a task's rollouts (none = the run's)."""
-
-    shared: ClassVar = {
-        name: _ONE_POLICY.format(name) for name in SAMPLING_PARAMETERS
-    } | {
-        "group_size": "batches have equal groups; remove it, and set rollout.group_size",
-        "max_prompt_tokens": "engines have one length; remove it, and set rollout.max_prompt_tokens",
-    }
+class TaskLimits(FrozenConfig):
+    """Limits of a task's rollouts (none = the run's). All tasks have the run's sampling
+    parameters, because the trainer computes logprobs with one set.
+    """
 
     timeout_s: PositiveFloat | None = None
     """Instead of rollout.timeout_s."""
@@ -108,14 +78,10 @@ class TaskLimits(_PartOfTask):
         return SessionRules(self.max_tokens, self.max_calls, self.max_rollout_tokens)
 
 
-class TaskAlgorithm(_PartOfTask):
-    """Advantages of a task's rollouts (none = as in `algorithm`)."""
-
-    shared: ClassVar = {
-        name: _ONE_STEP.format(name)
-        for name in AlgorithmConfig.model_fields
-        if name not in ("advantage", "turn_discount", "state_weight")
-    }
+class TaskAlgorithm(FrozenConfig):
+    """Advantages of a task's rollouts (none = as in `algorithm`). All tasks have the
+    run's loss, because an optimizer step has one.
+    """
 
     advantage: str | None = None
     """Instead of algorithm.advantage; over this task's samples in the batch."""
@@ -144,8 +110,6 @@ class TaskConfig(FrozenConfig):
         "reward_pool",
         "reward_workers",
         "reward_timeout_s",
-        "digest",
-        "offload",
     )
 
     name: Name | None = None
@@ -198,10 +162,6 @@ class TaskConfig(FrozenConfig):
     sampling: Literal["uniform", "by_difficulty"] = "uniform"
     """uniform: each prompt once per epoch. by_difficulty: after the first epoch, mostly
     skip prompts with only right or only wrong answers.
-    """
-    digest: str | None = None
-    """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are
-    refused (none = any).
     """
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
     """Execution of the reward function: inline on the event loop, in threads, or in
@@ -284,9 +244,6 @@ class TaskConfig(FrozenConfig):
                 f".answer_column={self.answer_column} is the prompt column, too; set .answer_column=none, "
                 "or name another"
             )
-        # A generated task has no stored data whose change could go unnoticed.
-        if self.digest is not None and sources[0] not in ("files", "dataset"):
-            yield ".digest is of the data of .files or .dataset; remove it"
         if self.reward_pool != "auto" and self.scored_by is not None:
             kind = self.scored_by.kind
             yield f".reward_pool is for functions, not for a {kind}; remove it"

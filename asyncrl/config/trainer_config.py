@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from asyncrl.config.fields import Count, Fraction, FrozenConfig
-from asyncrl.config.offload_config import TrainerOffloadConfig
+from asyncrl.config.offload_config import OffloadConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
 # The head is computed in slices of the vocabulary: all logits of 16,384 tokens and
@@ -16,8 +16,6 @@ CPU_MICRO_BATCH_TOKENS = 3072
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
-PROFILE_FOLDER = "profile"
-"""Of a run directory; with the files of trainer.profile_steps."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -48,7 +46,6 @@ class TrainerConfig(FrozenConfig):
         "compile",
         "timeout_s",
         "logprob_gap_limit",
-        "profile_steps",
     )
 
     num_groups: Count = 8
@@ -80,8 +77,8 @@ class TrainerConfig(FrozenConfig):
     gradient_checkpointing: bool | Fraction = False
     """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =
     the part of a compiled layer's activations to keep, for example 0.5: the cheapest are recomputed."""
-    offload: TrainerOffloadConfig = TrainerOffloadConfig()
-    """Parts of the policy and the reference that leave the device between uses."""
+    offload: OffloadConfig = OffloadConfig()
+    """Parts of policy, critic and reference that leave the device between uses."""
     compile: bool | Literal["auto"] = "auto"
     """Fuse layers around attention with torch.compile (auto = on CUDA, for models that
     take packed tokens, if a C compiler, Triton and Python's headers are installed).
@@ -107,11 +104,6 @@ class TrainerConfig(FrozenConfig):
     warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave)."""
-
-    profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps to profile, for example [3, 4]: profile/ in the run directory gets a trace of
-    each trainer rank's step, and of each embedded engine's work meanwhile.
-    """
 
     @property
     def rate_needs_end(self) -> bool:

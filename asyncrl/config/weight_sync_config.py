@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import Interrupt, TransportName
@@ -56,7 +56,7 @@ TRANSPORTS: dict[TransportName, TransportCapabilities] = {
 class WeightSyncConfig(FrozenConfig):
     """Pushes of new weights to the engines."""
 
-    free_keys: ClassVar = ("timeout_s", "chunk_bytes", "disk_dir", "canary_limit")
+    free_keys: ClassVar = ("timeout_s", "disk_dir", "canary_limit")
 
     transport: Literal["auto"] | TransportName = "auto"
     """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own;
@@ -82,8 +82,6 @@ class WeightSyncConfig(FrozenConfig):
     """Timeout for each phase of a push or a handover, in seconds. On expiry an engine
     is restarted; a late export or handover ends the run.
     """
-    chunk_bytes: int = Field(default=2**28, ge=2**16)
-    """When colocated, bytes per chunk of weights. A larger tensor is one chunk."""
 
     @property
     def settled(self) -> TransportName:

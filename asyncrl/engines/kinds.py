@@ -16,7 +16,6 @@ from asyncrl.base.extensions import load_place, rows
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import EngineKind
-from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.messages.worker_api import ChatTokenizer
@@ -113,8 +112,6 @@ def embedded_spec(order: ServerOrder) -> Body:
         "moves": order.moves and order.is_rollout,
         "share": order.share,
         "fused_decode": rollout.fused_decode and order.is_rollout,
-        "profile_steps": order.config.trainer.profile_steps if order.is_rollout else (),
-        "profile_dir": str(order.run_dir / PROFILE_FOLDER),
         "aside_dir": None if order.serves_policy else str(order.run_dir),
     }
 

@@ -95,7 +95,7 @@ async def build(
     if (order := await journal.read_note("order")) is not None:
         feed.check_order(order)
     model_pin = ModelPin(
-        lifecycle.run_dir, config.model.source, is_free=point.may_change_model
+        lifecycle.run_dir, config.model.path, is_free=point.may_change_model
     )
     model_path, tokenizer = await prepare_model(
         lifecycle, model_pin.revision, journal.start_date

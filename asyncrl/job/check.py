@@ -552,12 +552,10 @@ def _check_model(
             ).save_pretrained(made)
             folder = Path(made)
         else:
-            there = find_on_disk(
-                str(model.path), revision=model.revision, needs_weights=needs_weights
-            )
+            there = find_on_disk(str(model.path), needs_weights=needs_weights)
             if there is None or not (needs_weights or any(there.glob("tokenizer*"))):
                 text = "has no tokenizer here; not checked: its files, the template, and lengths of prompts"
-                found.lines.append(f"model: {model.source} {text}")
+                found.lines.append(f"model: {model.path} {text}")
                 return None
             folder = there
         tokenizer = HFChatTokenizer(
@@ -722,7 +720,6 @@ def find_models(
         folder = find(
             model.path,
             key=key,
-            revision=model.revision,
             needs_weights=not extra.is_remote,
         )
         if folder is None:

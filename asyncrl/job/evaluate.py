@@ -50,7 +50,7 @@ def evaluate(
         with tempfile.TemporaryDirectory(prefix=".eval-", dir=parent) as folder:
             weights = Path(folder) / "weights"
             exported = export_run(target, weights, step=step or "last")
-            own = {"path": str(weights), "scratch": None, "revision": None}
+            own = {"path": str(weights), "scratch": None}
             model = config.model.model_copy(update=own)
             config = config.model_copy(update={"model": model})
             return _evaluate(config, target.resolve().name, exported["policy_version"])

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
-from asyncrl.base.extensions import changed_extensions
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import JobConfig, RunConfig, load_any
-from asyncrl.config.load import extensions_of, job_forms
+from asyncrl.config.load import job_forms
 from asyncrl.config.run_config import key_of
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
@@ -137,7 +136,6 @@ def find_resume(
     if type(before) is not type(config):
         raise _refused(run_dir, "a run of another kind")
     accepted = _refuse_changes(before, config, allow_change, run_dir)
-    accepted += changed_extensions(extensions_of(saved))
     # Compares every file with its digest here, before any process is started from a
     # damaged checkpoint.
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_valid()
@@ -199,12 +197,6 @@ def _keys(config: JobConfig) -> dict[str, object]:
                 found |= {f"{key}.{number}.{name}": one[name] for name in one}
         else:
             found[key] = section
-    # A reward is compared as a whole, but for the rules of where its servers are.
-    for key, value in [*found.items()]:
-        if key.endswith(".reward") and isinstance(value, dict):
-            for server, settings in value.items():
-                if isinstance(settings, dict) and "offload" in settings:
-                    found[f"{key}.{server}.offload"] = settings.pop("offload")
     return found
 
 
@@ -261,7 +253,6 @@ FIXED = {
     "trainer.lora": "checkpoints hold adapters of this form",
     "model.scratch": "checkpoints hold weights of this architecture, and the journal its tokens",
     "critic.path": "checkpoints hold the critic's weights",
-    "critic.revision": "checkpoints hold the critic's weights",
     "critic.learning_rate": "a checkpoint with a critic does not load without one, nor the reverse",
     "algorithm.distill_weight": _TAUGHT,
     "algorithm.distill_loss": _TAUGHT,

@@ -82,10 +82,8 @@ class Role:
         return self.copy_of or self.name
 
 
-def own_model(
-    path: str, revision: str | None, key: str, *, reads_token_ids: bool = True
-) -> OwnModel:
-    return OwnModel(ModelConfig(path=path, revision=revision), key, reads_token_ids)
+def own_model(path: str, key: str, *, reads_token_ids: bool = True) -> OwnModel:
+    return OwnModel(ModelConfig(path=path), key, reads_token_ids)
 
 
 # ---- rollout engines
@@ -194,5 +192,5 @@ def extra_models(config: RunConfig) -> dict[str, OwnModel]:
     }
     critic = config.critic
     if critic is not None and critic.path is not None:
-        found["critic"] = own_model(critic.path, critic.revision, "critic.path")
+        found["critic"] = own_model(critic.path, "critic.path")
     return found

@@ -24,6 +24,7 @@ from asyncrl.base.http import Refused
 from asyncrl.config import JobConfig, RunConfig
 from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import job_forms, writer_of
+from asyncrl.config.model_config import split_hub_id
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
 from asyncrl.journal.read import reading
 from asyncrl.launch.model_sizes import find_architecture
@@ -74,7 +75,9 @@ def export_run(
     if not is_inside:
         check_new_folder(out, run_dir)
     folder = Path(config.model.path or run_dir / "model").expanduser()
-    base = str(folder.resolve()) if folder.is_dir() else str(config.model.path)
+    base, _ = split_hub_id(str(config.model.path))
+    if folder.is_dir():
+        base = str(folder.resolve())
     version, folder = find_weights(run_dir, config, step, has_final=not adapter)
     if push is not None:
         _make_repository(push, is_private=private)
@@ -177,10 +180,10 @@ def tell_deleted(num_groups: int, tell: Callable[[str], None]) -> None:
 def find_trained_model(run_dir: Path, config: RunConfig) -> tuple[Path, ModelPin]:
     """Return the folder of the model that the run began with, and its pin."""
     model = config.model
-    pin = ModelPin(run_dir, model.source)
+    pin = ModelPin(run_dir, model.path)
     if model.path is None:
         return run_dir / "model", pin
-    return find_model(model.path, model.revision, commit=pin.revision), pin
+    return find_model(model.path, commit=pin.revision), pin
 
 
 def find_weights(
@@ -293,9 +296,11 @@ def _write_card(
     (sources,) = (settings[key] for key in job_forms() if key in settings)
     sources = sources if isinstance(sources, list) else [sources]
     names = [one["dataset"] for one in sources]
-    pinned = ModelPin(run_dir, config.model.source).revision
-    revision = {"revision": pinned or config.model.revision}
-    here = find_architecture(config.model.model_copy(update=revision))
+    model = config.model
+    commit = ModelPin(run_dir, model.path).revision
+    if is_on_hub and commit is not None:
+        model = model.model_copy(update={"path": f"{base}@{commit}"})
+    here = find_architecture(model)
     licence = _licence_of(here.parent, folder)
     data = ModelCardData(
         base_model=base if is_on_hub else None,

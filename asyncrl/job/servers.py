@@ -202,7 +202,6 @@ class ServerFactory:
             max_tokens=config.rollout.max_tokens,
             transport=config.weight_sync.settled,
             is_file_wanted=bool(placement.weight_readers),
-            chunk_bytes=config.weight_sync.chunk_bytes,
             chunks="file"
             if num_memories == 0
             else "memory"

@@ -70,9 +70,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
     checkpoint, trainer = config.checkpoint, config.trainer
     steps = trainer.num_steps
     # one is written before one is removed
-    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)
-    # Without keep_every the divisor is above `steps`: 0.
-    num_kept += steps // (checkpoint.keep_every or steps + 1)
+    num_kept = checkpoint.keep_last + 1 + checkpoint.keep_best
     if config.journal.keep == "checkpoint":
         steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
     tokens = (
@@ -108,9 +106,7 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         return None
     model = config.model
     if critic.path is not None:
-        model = ModelConfig(
-            path=critic.path, revision=critic.revision, dtype=config.model.dtype
-        )
+        model = ModelConfig(path=critic.path, dtype=config.model.dtype)
     shape = model_shape(model)
     head = shape.embeddings - shape.vocab * shape.hidden  # 0 if tied
     update: dict[str, object] = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import ModelConfig
+from asyncrl.config.model_config import split_hub_id
 from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.support import EXPERTS, has_experts, has_states
 
@@ -109,9 +110,8 @@ def find_architecture(model: ModelConfig) -> Path:
         with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(
-                str(model.path), path.name, revision=model.revision
-            )
+            hub_id, revision = split_hub_id(str(model.path))
+            cached = try_to_load_from_cache(hub_id, path.name, revision=revision)
             path = Path(cached) if isinstance(cached, str) else path
     return path
 

@@ -20,7 +20,6 @@ from asyncrl.config.offload_config import (
     POLICY_GRADIENTS,
     POLICY_WEIGHTS,
     REFERENCE_WEIGHTS,
-    Rule,
 )
 from asyncrl.config.placement_config import (
     Devices,
@@ -87,12 +86,8 @@ class ExtraServer:
     """The trainer's weights are sent to it."""
     way_out: str = ""
     """A setting without this server."""
-    offload: Rule | None = None
-    """Whether it leaves a device of the trainer in the trainer's time slice; None: it must not
-    be there.
-    """
-    offload_key: str = ""
-    """The setting with `offload`."""
+    may_leave: bool = False
+    """It can be on a device of the trainer that it leaves in the trainer's time slice."""
     serves_evals: bool = False
     """Evaluations call it."""
 
@@ -150,24 +145,13 @@ class Placement:
         """Return whether an extra server leaves its device in the trainer's time slice."""
         server = self.extra_servers[name]
         is_shared = self.extra[name] in self.trainer
-        if not self.moves or not is_shared:
-            return False
-        if server.offload == "auto":
-            return not self.needed_awake(server)
-        return server.offload == "always"
-
-    def needed_awake(self, server: ExtraServer) -> str:
-        """Return why an extra server must be awake in the trainer's time slice, or ""."""
-        if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
-            return f"a {server.key} with engine={server.engine} loses its weights if it sleeps"
+        loses_weights = (
+            server.engine is not None and not ENGINES[server.engine].keeps_asleep
+        )
         # The eval engine evaluates in the trainer's time slice, too, and its rewards would
         # wait for the engines' time slice, which never comes after the last step.
-        readers = self.weight_readers
-        if server.serves_evals and readers:
-            return (
-                f"evaluations on {next(iter(readers))} ask the {server.key} at any time"
-            )
-        return ""
+        is_asked = server.serves_evals and bool(self.weight_readers)
+        return self.moves and is_shared and not (loses_weights or is_asked)
 
     def extra_side(self, name: str) -> Literal["slice", "extra"]:
         return "slice" if self.leaves(name) else "extra"
@@ -268,7 +252,6 @@ def place(
             extra[name] = device
     placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
     _refuse_offload(config, moves=placement.moves)
-    _refuse_server_offload(placement)
     if engines:
         refuse_transport(
             config,
@@ -402,37 +385,6 @@ def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
                 "the trainer",
                 way_out=f"set {one.key}=auto; trainer.offload.optimizer=always, "
                 "trainer.gradient_checkpointing=true or a larger trainer.world_size save memory there.",
-            )
-
-
-def _refuse_server_offload(placement: Placement) -> None:
-    """Refuse rules without a use, and servers that cannot leave."""
-    roles = defaultdict[tuple[str, str], list[str]](list)
-    for name, server in placement.extra_servers.items():
-        if server.offload is not None and name in placement.extra:
-            roles[server.key, repr(server.model)].append(name)  # a role's copies
-    for copies in roles.values():
-        server = placement.extra_servers[copies[0]]
-        shared = {placement.extra[name] for name in copies} & {*placement.trainer}
-        why = ""
-        if server.offload != "auto" and not shared:
-            why = "it shares no device with the trainer"
-        elif server.offload == "always" and not placement.moves:
-            why = "trainer and engines have no time slices that move them out"
-        elif server.offload == "never" and shared == {CPU} and not placement.moves:
-            why = "nothing asks it to leave"
-        if why:
-            raise ConfigError(
-                f"{server.offload_key}={server.offload}, and {why}",
-                rule="a server leaves a device of the trainer, in the trainer's time slice",
-                way_out=f"set {server.offload_key}=auto.",
-            )
-        needed = placement.needed_awake(server)
-        if needed and any(map(placement.leaves, copies)):
-            raise ConfigError(
-                f"placement.{server.key}={server.written} is a device of the trainer, and {needed}",
-                rule=f"{server.offload_key}=always: the server sleeps in the trainer's time slice",
-                way_out=f"set {server.offload_key}=auto: then it stays next to the trainer.",
             )
 
 
@@ -585,7 +537,7 @@ def _served_devices(
     return {
         device
         for server in servers.values()
-        if server.offload is not None and server.written not in ("auto", "cpu")
+        if server.may_leave and server.written not in ("auto", "cpu")
         for device in _numbered(server.key, server.written, nodes)
     }
 
@@ -626,13 +578,9 @@ def _extra_device(
         device = [*free, *reversed(engines), CPU][0]
     else:
         (device,) = _numbered(server.key, form, placement.nodes)
-    has_time_slices = placement.is_colocated and server.offload is not None
-    may_share = has_time_slices or server.offload == "never"
-    if device != CPU and device in placement.trainer and not may_share:
+    if device != CPU and device in placement.trainer and not server.may_leave:
         others = [f"set placement.{server.key}=cpu or another CUDA device"]
         others += [server.way_out] if server.way_out else []
-        if server.offload is not None:
-            others.append(f"{server.offload_key}=never: then both stay there")
         raise ConfigError(
             f"placement.{server.key}={form} is {placement.label(device)}, which the trainer uses",
             way_out=f"{', or '.join(others)}.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal
 
@@ -18,7 +18,7 @@ from asyncrl.base.files import shared_memory_root
 from asyncrl.base.progress import told_if_long
 from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import ENGINES
-from asyncrl.config.offload_config import POLICY_WEIGHTS, ModelPart, Rule
+from asyncrl.config.offload_config import POLICY_WEIGHTS, Rule
 from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.memory import (
@@ -453,51 +453,27 @@ def offload_text(
     nodes: Sequence[Node],
     extra: Mapping[str, ExtraServer] | None = None,
 ) -> str:
-    """Return a table of the parts that may leave a device of the trainer, their bytes,
-    and what the device needs in all by each rule; "" if no rule is possible but auto.
-    The parts are rank 0's, and the extra servers.
+    """Return a table of the parts of rank 0 that may leave its device, their bytes, and
+    the bytes that the device needs in all by each rule; "" if no rule is possible but
+    auto.
     """
-    placement = plan.placement
-    first = placement.trainer[0]
-    device = placement.label(first)
-    servers = dict(extra or {})
-    rows = list[tuple[str, str, int, Callable[[Rule], Plan]]]()
+    first = plan.placement.trainer[0]
+    device = plan.placement.label(first)
+    sizes = Counter[str]()
     for one, size in rank_memory(config, plan.shape, first.name).parts.items():
-
-        def with_part(rule: Rule, one: ModelPart = one) -> Plan:
-            return plan_run(_with_rule(config, one, rule), nodes, extra)[0]
-
-        rows.append((one.key, device, size, with_part))
-    sizes = Counter[tuple[str, str]]()
-    for name, server in servers.items():
-        its_device = placement.extra.get(name)
-        if server.offload is not None and its_device in placement.trainer:
-            assert its_device is not None
-            memory = _extra_memory(config, plan.shape, server, its_device)
-            sizes[server.offload_key, placement.label(its_device)] += memory.total
-    for (key, label), size in sizes.items():
-
-        def with_servers(rule: Rule, key: str = key) -> Plan:
-            changed = {
-                name: replace(server, offload=rule)
-                for name, server in servers.items()
-                if server.offload_key == key
-            }
-            return plan_run(config, nodes, servers | changed)[0]
-
-        rows.append((key, label, size, with_servers))
+        sizes[one.key] += size
     rules: tuple[Rule, ...] = ("auto", "always", "never")
     lines = list[str]()
-    for key, label, size, planned in rows:
+    for key, size in sizes.items():
         needed = dict[Rule, str]()
         for rule in rules:
             # A rule without a use here is refused.
             with contextlib.suppress(ConfigError):
-                needed[rule] = size_text(planned(rule).needed_bytes(label))
+                changed, _ = plan_run(_with_rule(config, key, rule), nodes, extra)
+                needed[rule] = size_text(changed.needed_bytes(device))
         if len(needed) > 1:
             texts = [size_text(size), *(needed.get(rule, "-") for rule in rules)]
-            title = key if label == device else f"{key} ({label})"
-            lines.append(_offload_row(title, texts))
+            lines.append(_offload_row(key, texts))
     if not lines or not plan.shape.num_parameters:
         return ""
     title = _offload_row(f"offload: {device} needs", ["size", *rules])
@@ -508,13 +484,11 @@ def _offload_row(name: str, texts: Sequence[str]) -> str:
     return f"{name:<30} {''.join(f'{text:>12}' for text in texts)}"
 
 
-def _with_rule(config: RunConfig, one: ModelPart, rule: Rule) -> RunConfig:
-    section, _, name = one.key.split(".")
-    trained = config.critic if section == "critic" else config.trainer
-    assert trained is not None
-    offload = trained.offload.model_copy(update={name: rule})
-    changed = trained.model_copy(update={"offload": offload})
-    return config.model_copy(update={section: changed})
+def _with_rule(config: RunConfig, key: str, rule: Rule) -> RunConfig:
+    part = key.rpartition(".")[2]
+    offload = config.trainer.offload.model_copy(update={part: rule})
+    trainer = config.trainer.model_copy(update={"offload": offload})
+    return config.model_copy(update={"trainer": trainer})
 
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
@@ -526,7 +500,6 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
         or config.rollout.memory_keys
         or not plan.shape.num_parameters
         or "always" in config.offload_rules.values()
-        or any(one.offload == "always" for one in plan.placement.extra_servers.values())
     ):
         return plan
     resident = replace(plan.placement, resident=True)

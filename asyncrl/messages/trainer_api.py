@@ -59,7 +59,7 @@ class Canary(Message):
 
 
 class ExportChunkRequest(Message):
-    """Write chunk `index` of the weights, at most weight_sync.chunk_bytes or one
+    """Write chunk `index` of the weights, at most chunk_bytes or one
     tensor.
 
     Each chunk replaces the one before.

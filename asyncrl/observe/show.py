@@ -149,7 +149,7 @@ def _run_row(run_dir: Path) -> dict[str, Any]:
 
 def _model_of(run_dir: Path) -> str | None:
     with contextlib.suppress(ConfigError):  # a config of another version
-        return read_config(run_dir).model.source
+        return read_config(run_dir).model.path
     return None
 
 

@@ -67,14 +67,7 @@ def build_task(
         rows, place = read_dataset(config.dataset, config.split_of_dataset, config.args)
     else:
         rows, place = read_files(config.files or [], config.args)
-    task = RowTask(rows, place, score, config, is_evaluated)
-    if config.digest not in (None, task.digest):
-        raise ConfigError(
-            f"task.digest={config.digest}, and the data have the digest {task.digest}",
-            rule="task.digest fixes the data",
-            way_out=f"put the data back, or set task.digest={task.digest}.",
-        )
-    return task
+    return RowTask(rows, place, score, config, is_evaluated)
 
 
 def build_score(config: TaskConfig, seed: int) -> RewardFunction:

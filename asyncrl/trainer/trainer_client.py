@@ -64,6 +64,7 @@ class TrainerSpec(FrozenConfig):
     weights_store: str = Field(default="", pattern=_STORE)
     """ADDRESS:PORT of rank 0's store for engines."""
     chunk_bytes: int = Field(default=2**28, ge=1)
+    """Bytes per chunk of weights. A larger tensor is one chunk."""
     chunks: Literal["file", "memory", "memories"] = "file"
     """Output of /export_chunk: a safetensors file, or memory shared on rank 0's or
     every rank's device.

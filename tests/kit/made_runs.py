@@ -68,16 +68,18 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
 
 
-def write_colocated(folder: Path, kind: str, offload: str) -> Path:
-    """Write a config whose trainer, engine and server time-share one CPU."""
+def write_colocated(folder: Path, kind: str, rollout: str = "trainer") -> Path:
+    """Write a config whose trainer, engine and server time-share one CPU, or work at
+    once with `rollout` on the CPU.
+    """
     model = folder / "model"
     sections: dict[str, Any] = {
-        "placement": {"trainer": "cpu", "rollout": "trainer", "share": None},
+        "placement": {"trainer": "cpu", "rollout": rollout, "share": None},
         "trainer": {"num_steps": 6},
         "algorithm": {"advantage": "held_task:held_rloo"},
         "supervision": {"backoff_s": 0.1},
     }
-    served = {"path": str(model), "offload": offload}
+    served = {"path": str(model)}
     if kind == "teacher":
         # The same vocabulary as the policy's.
         make_scratch_model(

@@ -1,5 +1,5 @@
 """Print the memory that a trainer's process has for each part of its models, as JSON by
-the setting of the part: planned, and measured with the part on the device and away.
+model and part: planned, and measured with the part on the device and away.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(model_dir: Path, folder: Path) -> None:
             "rollout": {"group_size": 1},
             "trainer": {"offload": PARTS | {"reference": "always"}},
             "algorithm": {"advantage": "gae", "kl_coefficient": 0.1},
-            "critic": {"offload": PARTS},
+            "critic": {},
         }
     )
     spec = make_spec(
@@ -52,7 +52,7 @@ def main(model_dir: Path, folder: Path) -> None:
         rank._use("hold nothing")
         without = resident_bytes()
         rank._use("hold a part", one)
-        found[one.key] = (planned, resident_bytes() - without)
+        found[f"{one.model} {one.part}"] = (planned, resident_bytes() - without)
     print(json.dumps(found))
 
 

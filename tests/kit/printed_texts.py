@@ -46,12 +46,13 @@ NO_SETTINGS = frozenset(
     (
         "task.answer",
         "data.digest",
+        "task.digest",
         "rollout.oversample",
         OF_THE_EXAMPLE,
         "rollout.fixed_tokens",
     )
 )
-"""An attribute that harnesses read, a name of --allow-change, a key of a framework, and
+"""An attribute that harnesses read, names of --allow-change, a key of a framework, and
 keys of examples/extension.
 """
 EXAMPLES = frozenset(("0", "1", "2", "sums", "words", "NAME", "KEY", HOLE))

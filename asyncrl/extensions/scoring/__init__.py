@@ -12,7 +12,7 @@ EXTENSION = Extension(
     },
     check="asyncrl.extensions.scoring.scoring_check:check_models",
     roles="asyncrl.extensions.scoring.scoring_roles:roles",
-    servers="asyncrl.extensions.scoring.scoring_rules:servers",
+    columns="asyncrl.extensions.scoring.scoring_rules:columns",
     rewards={
         "judge": RewardKind(
             "asyncrl.extensions.scoring.judge_config:JudgedReward",

@@ -6,10 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from asyncrl.config.fields import EngineWith, FrozenConfig, ScoredReward
-from asyncrl.config.offload_config import Rule
+from asyncrl.config.fields import (
+    EngineWith,
+    FrozenConfig,
+    NotWith,
+    OnlyWith,
+    ScoredReward,
+)
 
 PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
 """Places of a judge's prompt that a request fills in."""
@@ -39,17 +44,13 @@ class JudgeConfig(FrozenConfig):
     base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of the endpoint, with its /v1 (none = the run serves `model`)."""
     model: str
-    """Model name in the requests; without base_url a Hugging Face folder or hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id, without base_url (none = main)."""
-    engine: Annotated[str, EngineWith("has_model")] = "embedded"
-    """Kind of engine that serves the model, without base_url."""
-    max_length: int = Field(default=4096, ge=2)
-    """Longest request and answer together, in tokens, without base_url."""
-    offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's time slice, without base_url:
-    auto, always or never (docs/colocation.md).
+    """Model name in the requests; without base_url a Hugging Face folder or hub id, as for
+    model.path.
     """
+    engine: Annotated[str, EngineWith("has_model"), NotWith("base_url")] = "embedded"
+    """Kind of engine that serves the model, without base_url."""
+    max_length: Annotated[int, Field(ge=2), NotWith("base_url")] = 4096
+    """Longest request and answer together, in tokens, without base_url."""
     prompt: str
     """Text of the request, with {prompt}, {answer} and the places of its mode."""
     mode: Literal["score", "compare", "rank"] = "score"
@@ -60,17 +61,17 @@ class JudgeConfig(FrozenConfig):
     """Regular expression whose group 1 is the grade, A, B or tie, or the order (none =
     the end of the answer; docs/rewards.md).
     """
-    best: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    best: Annotated[PositiveFloat, OnlyWith("mode", ("score",))] = 1.0
     """Highest grade of `score`: the reward is grade / best, from 0 to 1."""
-    key_variable: str | None = "OPENAI_API_KEY"
+    key_variable: Annotated[str | None, OnlyWith("base_url")] = "OPENAI_API_KEY"
     """Environment variable with the key (none = the endpoint needs no key)."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer of the judge, in tokens."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Temperature of the judge's answers. Equal requests are sent once."""
-    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    requests_per_minute: Annotated[PositiveInt | None, OnlyWith("base_url")] = None
     """Requests in any minute (none = no limit)."""
-    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[PositiveInt | None, OnlyWith("base_url")] = None
     """Tokens of requests and answers in any minute (none = no limit)."""
     max_concurrent: int = Field(default=16, ge=1)
     """Requests in flight."""
@@ -106,21 +107,11 @@ class JudgeConfig(FrozenConfig):
             return
         if not groups:
             yield f".parse={self.parse} has no group in ( ); add it, or remove .parse"
-        endpoint = self.given(
-            "key_variable", "requests_per_minute", "tokens_per_minute"
-        )
-        if self.is_served and endpoint:
-            yield f".{endpoint[0]} is of a judge with .base_url; remove it"
-        served = self.given("revision", "max_length", "engine", "offload")
-        if served and not self.is_served:
-            yield f".{served[0]} is of a judge without .base_url; remove it"
         if self.is_served and self.max_tokens >= self.max_length:
             yield (
                 f".max_tokens={self.max_tokens} leaves no token of .max_length={self.max_length} to the "
                 "request; lower .max_tokens, or raise .max_length"
             )
-        if self.best != 1.0 and self.mode != "score":
-            yield f".best is of .mode=score, not of .mode={self.mode}; remove it"
 
 
 class JudgedReward(ScoredReward):

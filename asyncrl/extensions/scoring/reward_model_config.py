@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveFloat
 
 from asyncrl.config.fields import FrozenConfig, ScoredReward
-from asyncrl.config.offload_config import Rule
 
 REWARD_PLACES = 64
 """Texts at the server at once: its batches take the ones of similar length."""
@@ -19,10 +18,7 @@ class RewardModelConfig(FrozenConfig):
     """A sequence classification model, whose logit is the reward."""
 
     path: str
-    """Hugging Face folder or hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
-    """
+    """Hugging Face folder or hub id, as for model.path."""
     reads: Literal["chat", "pair", "completion"] = "chat"
     """chat: prompt and completion as a chat, by the template of the reward model. pair:
     both as a pair of texts. completion: only the completion.
@@ -33,10 +29,6 @@ class RewardModelConfig(FrozenConfig):
     """The reward is (logit - mean) / std."""
     std: PositiveFloat = 1.0
     """Divisor of the reward."""
-    offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's time slice: auto, always or
-    never (docs/colocation.md).
-    """
 
 
 class ModelledReward(ScoredReward):

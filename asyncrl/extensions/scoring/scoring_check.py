@@ -37,7 +37,7 @@ def check_models(config: RunConfig) -> Iterator[str]:
             check_endpoint(judge)
             yield f"judge: {judge.model} at {judge.base_url} answers"
     for model in reward_models(config):
-        here = ModelConfig(path=model.path, revision=model.revision)
+        here = ModelConfig(path=model.path)
         if architecture := read_architecture(here):
             label = find_label(model, architecture)
             yield f"reward model: {model.path}, the logit {label}"
@@ -48,7 +48,7 @@ def _check_served_judge(judge: JudgeConfig) -> None:
     """Raise ConfigError if the model answers no chat of `max_length` tokens."""
     key = "task.reward.judge"
     source = f"{key}.model={judge.model}"
-    here = ModelConfig(path=judge.model, revision=judge.revision)
+    here = ModelConfig(path=judge.model)
     architecture = read_architecture(here)
     kind = (architecture.get("architectures") or [""])[0]
     if kind.endswith("ForSequenceClassification"):
@@ -63,9 +63,7 @@ def _check_served_judge(judge: JudgeConfig) -> None:
             f"{key}.max_length={judge.max_length}, and {judge.model} has max_position_embeddings={positions}",
             way_out=f"set {key}.max_length to {positions} or less.",
         )
-    folder = find_on_disk(
-        judge.model, f"{key}.model", judge.revision, needs_weights=False
-    )
+    folder = find_on_disk(judge.model, f"{key}.model", needs_weights=False)
     if folder is None:
         return  # It is on the hub. The start of a run reads its tokenizer.
     try:

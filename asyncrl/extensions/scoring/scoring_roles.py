@@ -73,14 +73,13 @@ def _teacher_roles(config: RunConfig) -> Iterator[Role]:
 
 
 def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer:
-    own = own_model(teacher.path, teacher.revision, "teacher.path")
+    own = own_model(teacher.path, "teacher.path")
     return ExtraServer(
         key=TEACHER,
         written=TEACHER_DEVICE.of(config.placement),
         engine=teacher.engine,
         slots=TEACHER_SLOTS + 1,
-        offload=teacher.offload,
-        offload_key="teacher.offload",
+        may_leave=True,
         model=replace(
             own,
             is_remote=teacher.base_url is not None,
@@ -152,14 +151,12 @@ def _judge_placement(config: RunConfig) -> ExtraServer | None:
         engine=judge.engine,
         slots=_judge_slots(config),
         max_length=judge.max_length,
-        offload=judge.offload,
-        offload_key="task.reward.judge.offload",
+        may_leave=True,
         serves_evals=any(
             judge_of(one.task) in served_judges(config) for one in config.evals.values()
         ),
         model=own_model(
             judge.model,
-            judge.revision,
             "task.reward.judge.model",
             reads_token_ids=False,
         ),
@@ -211,12 +208,9 @@ def _reward_placement(config: RunConfig) -> ExtraServer | None:
     return ExtraServer(
         key="reward",
         written=REWARD_DEVICE.of(config.placement),
-        model=own_model(
-            model.path, model.revision, "task.reward.model.path", reads_token_ids=False
-        ),
+        model=own_model(model.path, "task.reward.model.path", reads_token_ids=False),
         batch_tokens=REWARD_BATCH_TOKENS,
-        offload=model.offload,
-        offload_key="task.reward.model.offload",
+        may_leave=True,
         serves_evals=any(model_of(one.task) for one in config.evals.values()),
     )
 

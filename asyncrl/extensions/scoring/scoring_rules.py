@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from asyncrl.base.extensions import AddedServer
 from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.extensions.scoring.judge_config import JudgeConfig, JudgedReward
@@ -48,12 +47,9 @@ def served_judges(config: RunConfig) -> list[JudgeConfig]:
     return list(dict.fromkeys(judge for judge in judges if judge and judge.is_served))
 
 
-def servers(config: RunConfig) -> Iterator[AddedServer]:
-    for teacher in teachers(config):
-        engine = teacher.engine if teacher.base_url is None else None
-        yield AddedServer(engine, columns=(tokens.TEACHER,))
-    for judge in served_judges(config):
-        yield AddedServer(judge.engine)
+def columns(config: RunConfig) -> Iterator[str]:
+    if teachers(config):
+        yield tokens.TEACHER
 
 
 def refusals(config: RunConfig) -> Iterator[str]:
@@ -100,7 +96,7 @@ def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
 def _reward_conflicts(config: RunConfig) -> Iterator[str]:
     models = reward_models(config)
     judges = served_judges(config)
-    served_keys = ("model", "revision", "engine", "max_length", "offload")
+    served_keys = ("model", "engine", "max_length")
     for kind, found, keys in (
         ("model", models, (*RewardModelConfig.model_fields,)),
         ("judge", judges, served_keys),

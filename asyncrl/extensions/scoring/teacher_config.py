@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
-from asyncrl.config.fields import EngineWith, FrozenConfig, Name, tag_of
-from asyncrl.config.offload_config import Rule
+from asyncrl.config.fields import (
+    EngineWith,
+    FrozenConfig,
+    Name,
+    NotWith,
+    OnlyWith,
+    tag_of,
+)
 
 TEACHER_SLOTS = 16
 """Sequences that a teacher reads at once."""
@@ -21,39 +26,26 @@ class TeacherConfig(FrozenConfig):
     engine server. A list of sections gives several teachers.
     """
 
-    free_keys: ClassVar = ("base_url", "key_variable", "offload")
+    free_keys: ClassVar = ("base_url", "key_variable")
 
     path: str
-    """Hugging Face folder or hub id of a model with the vocabulary of `model`. With
-    base_url only its tokenizer is read.
+    """Hugging Face folder or hub id, as for model.path, of a model with the vocabulary of
+    `model`. With base_url only its tokenizer is read.
     """
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again.
-    """
-    engine: Annotated[str, EngineWith("scores_texts")] = "embedded"
+    engine: Annotated[str, EngineWith("scores_texts"), NotWith("base_url")] = "embedded"
     """Kind of engine that serves the model, without base_url."""
     base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """URL of a server with the model, with its /v1; its /v1/completions must answer
     prompt_logprobs, as vLLM's (none = the run serves the model).
     """
-    key_variable: str | None = None
+    key_variable: Annotated[str | None, OnlyWith("base_url")] = None
     """Environment variable with the server's key (none = it needs no key)."""
     tasks: Annotated[list[Name], Field(min_length=1)] | None = None
     """Names of the tasks whose rollouts it scores (none = all)."""
-    offload: Rule = "auto"
-    """Whether it leaves a device of the trainer in the trainer's time slice: auto, always or
-    never (docs/colocation.md).
-    """
 
     @property
     def is_embedded(self) -> bool:
         return self.base_url is None and self.engine == "embedded"
-
-    def conflicts(self) -> Iterator[str]:
-        own = ("engine", "offload")
-        needless = ("key_variable",) if self.base_url is None else own
-        for key in self.given(*needless):
-            yield f".{key} has no effect with .base_url={self.base_url}; remove it"
 
     def scores(self, task: str) -> bool:
         """Return whether it scores a task; the only task of a run may be ''."""

@@ -73,9 +73,7 @@ class SftJob(TrainingJob):
 
     async def _read_data(self) -> SftData:
         config, run_dir, point = self.settings, self.lifecycle.run_dir, self.point
-        model_pin = ModelPin(
-            run_dir, config.model.source, is_free=point.may_change_model
-        )
+        model_pin = ModelPin(run_dir, config.model.path, is_free=point.may_change_model)
         # Templates may write the date. A resume must read the same tokens.
         began = read_object(run_dir / DATA_PIN, []).get("date")
         began = began or date.today().isoformat()

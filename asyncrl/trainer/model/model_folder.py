@@ -21,6 +21,7 @@ from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import settle_folder, write_whole
 from asyncrl.base.progress import told_if_long
 from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.model_config import split_hub_id
 from asyncrl.models.loading import (
     check_quantization,
     other_parts,
@@ -62,9 +63,7 @@ async def make_model_folder(
     """Return the model's folder. Raises ConfigError."""
     if config.model.scratch is None:
         path = str(config.model.path)
-        return await asyncio.to_thread(
-            find_model, path, config.model.revision, commit=commit
-        )
+        return await asyncio.to_thread(find_model, path, commit=commit)
     folder = run_dir / "model"
     if folder.exists():  # a resumed run
         return folder
@@ -94,7 +93,6 @@ async def make_model_folder(
 
 def find_model(
     path: str,
-    revision: str | None = None,
     key: str = MODEL_KEY,
     *,
     commit: str | None = None,
@@ -106,16 +104,17 @@ def find_model(
     from huggingface_hub import snapshot_download
 
     # A branch on the hub moves. A resumed run fetches the commit that it began with.
+    hub_id, revision = split_hub_id(path)
     fetched = commit or revision
     try:
         patterns = (
             [*DOWNLOADED, *LICENCE] if needs_weights else [*TOKENIZER, "config.json"]
         )
         folder = Path(
-            snapshot_download(path, revision=fetched, allow_patterns=patterns)
+            snapshot_download(hub_id, revision=fetched, allow_patterns=patterns)
         )
     except (OSError, ValueError) as error:
-        at = f" at {fetched}" if fetched else ""
+        at = f" at {commit}" if commit else ""
         what = f"{key}={path}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = (
             "check the spelling and the network, or give the path of a local folder."
@@ -128,7 +127,6 @@ def find_model(
 def find_on_disk(
     path: str,
     key: str = MODEL_KEY,
-    revision: str | None = None,
     *,
     needs_weights: bool = True,
 ) -> Path | None:
@@ -138,7 +136,10 @@ def find_on_disk(
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
+        hub_id, revision = split_hub_id(path)
+        folder = Path(
+            snapshot_download(hub_id, revision=revision, local_files_only=True)
+        )
         _check_folder(folder, path)
     except (OSError, ValueError, ConfigError):
         return None
@@ -152,7 +153,7 @@ def fetch_architectures(*models: ModelConfig) -> None:
     """
     with contextlib.suppress(Exception):  # of any HTTP library
         wanted = {
-            (model.path, model.revision)
+            split_hub_id(model.path)
             for model in models
             if model.path and _is_on_hub(model.path)
         }
@@ -161,8 +162,8 @@ def fetch_architectures(*models: ModelConfig) -> None:
 
             # downloads repeat failed calls
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-        for path, revision in wanted:
-            hf_hub_download(path, "config.json", revision=revision)
+        for hub_id, revision in wanted:
+            hf_hub_download(hub_id, "config.json", revision=revision)
 
 
 def _is_on_hub(path: str) -> bool:
@@ -221,7 +222,7 @@ def _find_given(name: str, key: str, *, needs_weights: bool = True) -> Path | No
         _check_folder(path, f"{key}={name}", needs_weights=needs_weights)
         return path.resolve()
     owner = name.partition("/")[0]
-    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name)
     if is_id and owner not in (".", "..", "models") and not os.path.isdir(owner):  # noqa: PTH112
         return None
     rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"

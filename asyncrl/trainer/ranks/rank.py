@@ -34,12 +34,10 @@ from asyncrl.config.offload_config import (
     ModelPart,
     offload_rules,
 )
-from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
-from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer.attention.tree import BoolN
 from asyncrl.trainer.loss import objective, packing, step_metrics
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Objective
@@ -108,22 +106,15 @@ class TrainerRank(TrainedModel):
         self._meter = self._make_meter()
         models = {POLICY: self._trained}
         self.critic = None
-        of_critic = None
         if spec.critic is not None:
             self.critic = Critic(spec, ranks, self._meter)
             models[CRITIC] = self.critic.trained
-            of_critic = spec.critic.offload
         self._state = TrainerState(models, ranks, spec, self.device)
-        rules = offload_rules(spec.trainer.offload, of_critic)
+        has_critic = spec.critic is not None
+        rules = offload_rules(spec.trainer.offload, has_critic=has_critic)
         run_folder = spec.record_path.parent
         self._offload = Offload(ranks, self.device, self._tensors_of, rules, run_folder)
         self.exports = Exports(self, spec, ranks)
-        self._profiler = StepProfiler(
-            run_folder / PROFILE_FOLDER,
-            f"trainer-{ranks.rank}",
-            spec.trainer.profile_steps,
-            self.device,
-        )
         self._version: VersionSums | None = None
         """The version in the making, from its first gradient to its last step."""
 
@@ -251,7 +242,6 @@ class TrainerRank(TrainedModel):
 
     def _drop_gradient(self) -> None:
         self._version = None
-        self._profiler.drop()
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
@@ -283,7 +273,6 @@ class TrainerRank(TrainedModel):
         self._offload.need("train", "weights", "optimizer")
         if self._version is None:
             self._meter.start()
-            self._profiler.enter(self.policy_version + 1)
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         # The order matters: find_allowed() takes the loss of forbidden tokens out of
         # has_loss in place, and check_any_loss() judges the result.
@@ -566,7 +555,6 @@ class TrainerRank(TrainedModel):
 
     def _end_version(self, version: VersionSums) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
-        self._profiler.end()
         # Counted even if all steps were skipped: version v + 1 means that batch v was
         # used up (docs/decisions/0007).
         self.policy_version += 1
