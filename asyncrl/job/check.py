@@ -505,9 +505,9 @@ def _embedded_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig, int]
         yield "rollout.engine", config.model, longest
     for server in extra_servers(config).values():
         own = server.model
-        if own is not None and server.engine == "embedded" and not server.is_remote:
+        if own is not None and server.engine == "embedded" and not server.url:
             section = own.key.rpartition(".")[0]
-            yield f"{section}.engine", own.model, server.max_length or longest
+            yield f"{section}.engine", own.model, server.max_length
 
 
 def _try_engines(config: RunConfig, found: Found) -> None:

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config import RunConfig
 from asyncrl.config.device_forms import ServerDevices, device_numbers
-from asyncrl.config.engine_kinds import ENGINES, EngineKind
+from asyncrl.config.engine_kinds import ENGINES
 from asyncrl.config.offload_config import (
     POLICY_GRADIENTS,
     POLICY_WEIGHTS,
     REFERENCE_WEIGHTS,
-    Rule,
 )
 from asyncrl.config.placement_config import (
     Devices,
     NodesConfig,
 )
 from asyncrl.config.transports import refuse_transport
+from asyncrl.engines.kinds import Role
 from asyncrl.launch.machine import Node
 
 NO_DEVICE = "none"
@@ -48,61 +48,6 @@ CPU = NodeDevice(0, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class OwnModel:
-    """A model beside the trained one. `key`: the setting with its path."""
-
-    model: ModelConfig
-    key: str
-    reads_token_ids: bool = True
-    """It needs the vocabulary of the run's."""
-    is_remote: bool = False
-    """Others serve it: only its tokenizer is read."""
-    num_sampled: int = 0
-    """Tokens that it samples behind each text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExtraServer:
-    """What a server other than trainer and rollout engines asks of the placement, and
-    holds in memory.
-    """
-
-    key: str
-    """placement.KEY has its device."""
-    written: ServerDevices = "auto"
-    """The value of that key; of a copy, its device."""
-    is_optional: bool = False
-    """Without a free device there is no such server; else it shares an engine's."""
-    engine: EngineKind | None = None
-    """Kind of engine that holds its model; None: a server without a KV cache."""
-    model: OwnModel | None = None
-    """None: the run's model."""
-    batch_tokens: int = 0
-    """Tokens of a forward pass, without `engine`."""
-    slots: int = 0
-    """Sequences in its KV cache."""
-    max_length: int = 0
-    """Tokens of each; 0: of a rollout."""
-    takes_weights: bool = False
-    """The trainer's weights are sent to it."""
-    way_out: str = ""
-    """A setting without this server."""
-    offload: Rule | None = None
-    """Whether it leaves a device of the trainer in the trainer's time slice; None: it must not
-    be there.
-    """
-    offload_key: str = ""
-    """The setting with `offload`."""
-    serves_evals: bool = False
-    """Evaluations call it."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Others have started it: it takes no device."""
-        return self.model is not None and self.model.is_remote
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     nodes: tuple[Node, ...]
     """The controller's is first."""
@@ -112,7 +57,7 @@ class Placement:
     """Both sides time-share the same devices."""
     extra: Mapping[str, NodeDevice] = field(default_factory=dict)
     """Devices of extra servers, by name."""
-    extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
@@ -139,16 +84,16 @@ class Placement:
     @property
     def weight_readers(self) -> dict[str, NodeDevice]:
         """Return the devices of extra servers that get the trainer's weights."""
-        servers = self.extra_servers
+        servers = self.roles
         return {
             name: device
             for name, device in self.extra.items()
-            if servers[name].takes_weights
+            if servers[name].serves_policy
         }
 
     def leaves(self, name: str) -> bool:
         """Return whether an extra server leaves its device in the trainer's time slice."""
-        server = self.extra_servers[name]
+        server = self.roles[name]
         is_shared = self.extra[name] in self.trainer
         if not self.moves or not is_shared:
             return False
@@ -156,7 +101,7 @@ class Placement:
             return not self.needed_awake(server)
         return server.offload == "always"
 
-    def needed_awake(self, server: ExtraServer) -> str:
+    def needed_awake(self, server: Role) -> str:
         """Return why an extra server must be awake in the trainer's time slice, or ""."""
         if server.engine is not None and not ENGINES[server.engine].keeps_asleep:
             return f"a {server.key} with engine={server.engine} loses its weights if it sleeps"
@@ -208,7 +153,7 @@ class Placement:
             extra = [
                 device
                 for name, device in self.extra.items()
-                if not self.extra_servers[name].is_remote
+                if not self.roles[name].url
             ]
             used += [*self.trainer, *extra]
         for node, name in used:
@@ -219,7 +164,7 @@ class Placement:
 def place(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra_servers: Mapping[str, ExtraServer] | None = None,
+    extra_servers: Mapping[str, Role] | None = None,
 ) -> Placement:
     """The controller's node is first. Extra servers choose in their order. Raises
     ConfigError.
@@ -262,11 +207,11 @@ def place(
     for name, server in (extra_servers or {}).items():
         device = _extra_device(server, placement, [*extra.values()])
         has_none = server.engine is not None and not ENGINES[server.engine].has_model
-        if has_none or server.is_remote:
+        if has_none or server.url:
             device = NodeDevice(0, NO_DEVICE)
         if device is not None:
             extra[name] = device
-    placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
+    placement = replace(placement, extra=extra, roles=extra_servers or {})
     _refuse_offload(config, moves=placement.moves)
     _refuse_server_offload(placement)
     if engines:
@@ -407,12 +352,12 @@ def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
 
 def _refuse_server_offload(placement: Placement) -> None:
     """Refuse rules without a use, and servers that cannot leave."""
-    roles = defaultdict[tuple[str, str], list[str]](list)
-    for name, server in placement.extra_servers.items():
+    roles = defaultdict[str, list[str]](list)
+    for name, server in placement.roles.items():
         if server.offload is not None and name in placement.extra:
-            roles[server.key, repr(server.model)].append(name)  # a role's copies
+            roles[server.shared_name].append(name)
     for copies in roles.values():
-        server = placement.extra_servers[copies[0]]
+        server = placement.roles[copies[0]]
         shared = {placement.extra[name] for name in copies} & {*placement.trainer}
         why = ""
         if server.offload != "auto" and not shared:
@@ -430,7 +375,7 @@ def _refuse_server_offload(placement: Placement) -> None:
         needed = placement.needed_awake(server)
         if needed and any(map(placement.leaves, copies)):
             raise ConfigError(
-                f"placement.{server.key}={server.written} is a device of the trainer, and {needed}",
+                f"placement.{server.key}={server.device} is a device of the trainer, and {needed}",
                 rule=f"{server.offload_key}=always: the server sleeps in the trainer's time slice",
                 way_out=f"set {server.offload_key}=auto: then it stays next to the trainer.",
             )
@@ -579,14 +524,14 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
 
 
 def _served_devices(
-    servers: Mapping[str, ExtraServer], nodes: Sequence[Node]
+    servers: Mapping[str, Role], nodes: Sequence[Node]
 ) -> set[NodeDevice]:
     """Return the CUDA devices that settings give to servers that may leave them."""
     return {
         device
         for server in servers.values()
-        if server.offload is not None and server.written not in ("auto", "cpu")
-        for device in _numbered(server.key, server.written, nodes)
+        if server.offload is not None and server.device not in ("auto", "cpu")
+        for device in _numbered(server.key, server.device, nodes)
     }
 
 
@@ -604,12 +549,12 @@ def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -
 
 
 def _extra_device(
-    server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
+    server: Role, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
     """Choose a device: of the trainer only a CPU, or for a server that may share it. A
     device is free if it is not `taken`.
     """
-    form = server.written
+    form = server.device
     engines = [
         device for device in placement.engine_devices if device.name != NO_DEVICE
     ]

@@ -20,6 +20,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import ENGINES
 from asyncrl.config.offload_config import POLICY_WEIGHTS, ModelPart, Rule
 from asyncrl.config.transports import choose_transport
+from asyncrl.engines.kinds import Role, engine_role, num_caches
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.memory import (
     Memory,
@@ -36,7 +37,6 @@ from asyncrl.launch.memory import (
 from asyncrl.launch.model_sizes import ModelShape, model_shape
 from asyncrl.launch.placement import (
     NO_DEVICE,
-    ExtraServer,
     NodeDevice,
     Placement,
     Side,
@@ -152,7 +152,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
 def make_plan(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> Plan:
     """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
@@ -223,7 +223,7 @@ def lay_out(
         if size := parts.total_of(leaving):
             plans.append(_left_plan(f"trainer-{rank}", device, size, placement))
     engine = config.rollout.facts
-    caches = 2 if config.keeps_turns else 1
+    caches = num_caches(config, engine_role(config))
     for number, devices in enumerate(placement.engines):
         stages = not placement.is_colocated
         slots = caches * config.rollout.slots
@@ -232,7 +232,7 @@ def lay_out(
         memory = replace(memory, micro_batch=memory.micro_batch + graphs)
         add(f"engine-{number}", "engine", devices, memory, graphs)
     for name, device in placement.extra.items():
-        memory = _extra_memory(config, shape, placement.extra_servers[name], device)
+        memory = _extra_memory(config, shape, placement.roles[name], device)
         add(name, placement.extra_side(name), (device,), memory)
     left = _left_servers(config, shape, placement)
     return (*plans, *left, *held_besides(config, shape, placement))
@@ -252,15 +252,15 @@ def _left_servers(
 ) -> Iterator[ProcessPlan]:
     for name, device in placement.extra.items():
         if placement.leaves(name):
-            server = placement.extra_servers[name]
+            server = placement.roles[name]
             memory = _extra_memory(config, shape, server, device)
             yield _left_plan(name, device, memory.parameters, placement)
 
 
 def _extra_memory(
-    config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
+    config: RunConfig, shape: ModelShape, server: Role, device: NodeDevice
 ) -> Memory:
-    if server.is_remote:
+    if server.url:
         return Memory()
     if server.model is not None:
         shape = model_shape(server.model.model)
@@ -272,11 +272,13 @@ def _extra_memory(
             micro_batch=server.batch_tokens * width * item,
         )
     facts = ENGINES[server.engine]
+    slots = server.slots * num_caches(config, server)
     memory = engine_memory(
-        config, shape, facts, server.slots, (device,), stages=server.takes_weights
+        config, shape, facts, slots, (device,), stages=server.serves_policy
     )
-    length = server.max_length or config.rollout.max_length
-    return replace(memory, kv=memory.kv * length // config.rollout.max_length)
+    return replace(
+        memory, kv=memory.kv * server.max_length // config.rollout.max_length
+    )
 
 
 def held_besides(
@@ -369,7 +371,7 @@ def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
 def resolve_auto(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config without `auto` in model.dtype and weight_sync.transport, and
     messages. Raises ConfigError.
@@ -409,7 +411,7 @@ def resolve_auto(
 def plan_run(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
     plan = make_plan(config, nodes, extra)
     share = config.placement.share
@@ -451,7 +453,7 @@ def offload_text(
     plan: Plan,
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> str:
     """Return a table of the parts that may leave a device of the trainer, their bytes,
     and what the device needs in all by each rule; "" if no rule is possible but auto.
@@ -526,7 +528,7 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
         or config.rollout.memory_keys
         or not plan.shape.num_parameters
         or "always" in config.offload_rules.values()
-        or any(one.offload == "always" for one in plan.placement.extra_servers.values())
+        or any(one.offload == "always" for one in plan.placement.roles.values())
     ):
         return plan
     resident = replace(plan.placement, resident=True)
@@ -581,7 +583,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    kinds = [server.engine for server in placement.extra_servers.values()]
+    kinds = [server.engine for server in placement.roles.values()]
     if placement.engines and config.rollout.external_urls is None:
         kinds.append(config.rollout.engine)
     for kind in kinds if is_local else ():
