@@ -52,7 +52,6 @@ from asyncrl.launch.model_sizes import (
 )
 from asyncrl.launch.plan import (
     DISK,
-    offload_text,
     plan_run,
     plan_text,
     refuse_over_capacity,
@@ -168,8 +167,6 @@ def check_plan(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     plan, messages = plan_run(config, nodes, extra)
     disk_bytes = _disk_bytes(nodes)
     yield plan_text(plan, config, disk_bytes)
-    if offloads := offload_text(plan, config, nodes, extra):
-        yield f"\n{offloads}"
     yield from messages
     if not plan.shape.num_parameters:
         yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig
@@ -113,9 +113,6 @@ class Placement:
                 f"evaluations on {next(iter(readers))} ask the {server.key} at any time"
             )
         return ""
-
-    def extra_side(self, name: str) -> Literal["slice", "extra"]:
-        return "slice" if self.leaves(name) else "extra"
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
