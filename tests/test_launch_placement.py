@@ -152,12 +152,6 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     assert remote.parts(has_engines=True) == started, "a place for a teacher elsewhere"
 
 
-def test_one_key_places_several_components() -> None:
-    placement = placed(2, ZERO, *sizes(2, 2), "placement={'trainer, rollout': all}")
-    assert placement.is_colocated
-    assert where(placement.trainer) == where(placement.engine_devices) == "0: 01"
-
-
 @pytest.mark.extension("scoring")
 def test_servers_may_have_the_trainers_other_devices() -> None:
     four = ["placement.trainer=all", "placement.rollout=0-1", ZERO, *sizes(4, 2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,13 +11,11 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from asyncrl.config.device_forms import device_numbers
 from asyncrl.config.extended import extended
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.other_names import KEYS
 
 
 class NodesConfig(FrozenConfig):
@@ -87,28 +84,6 @@ class PlacementConfig(FrozenConfig):
     auto, both sides stay in memory if they fit; else, and with none, each is offloaded
     during the other's time slice.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_known_components(cls, values: object) -> object:
-        """Read a key like `trainer,rollout` as a key for each component."""
-        if not isinstance(values, dict):
-            return values
-        found = dict[str, object]()
-        for key, value in values.items():
-            names = re.split(r"\s*,\s*", str(key))
-            for name in names:
-                if name not in cls.model_fields:
-                    known = [one for one in cls.model_fields if one not in SETTINGS]
-                    ours = KEYS.get(name, "")
-                    hint = f"; {name} is {ours} here" if ours else ""
-                    raise ValueError(
-                        f"{name} is not a component, which are {', '.join(known)}{hint}"
-                    )
-                if name in found:
-                    raise ValueError(f"{name} is placed twice; name it in one key")
-                found[name] = value
-        return found
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod

@@ -349,32 +349,34 @@ def _refuse_offload(config: RunConfig, *, moves: bool) -> None:
 
 def _refuse_server_offload(placement: Placement) -> None:
     """Refuse rules without a use, and servers that cannot leave."""
-    roles = defaultdict[str, list[str]](list)
-    for name, server in placement.roles.items():
-        if server.offload is not None and name in placement.extra:
-            roles[server.shared_name].append(name)
-    for copies in roles.values():
-        server = placement.roles[copies[0]]
+    for role in placement.roles.values():
+        copies = [
+            name
+            for name in placement.extra
+            if placement.roles[name].shared_name == role.shared_name
+        ]
+        rule = role.offload
+        if rule in (None, "auto") or not copies:
+            continue
         shared = {placement.extra[name] for name in copies} & {*placement.trainer}
         why = ""
-        if server.offload != "auto" and not shared:
+        if not shared:
             why = "it shares no device with the trainer"
-        elif server.offload == "always" and not placement.moves:
+        # `never` also lets a server share a CUDA device with a trainer that stays.
+        elif not placement.moves and (rule == "always" or shared == {CPU}):
             why = "trainer and engines have no time slices that move them out"
-        elif server.offload == "never" and shared == {CPU} and not placement.moves:
-            why = "nothing asks it to leave"
         if why:
             raise ConfigError(
-                f"{server.offload_key}={server.offload}, and {why}",
+                f"{role.offload_key}={rule}, and {why}",
                 rule="a server leaves a device of the trainer, in the trainer's time slice",
-                way_out=f"set {server.offload_key}=auto.",
+                way_out=f"set {role.offload_key}=auto.",
             )
-        needed = placement.needed_awake(server)
+        needed = placement.needed_awake(role)
         if needed and any(map(placement.leaves, copies)):
             raise ConfigError(
-                f"placement.{server.key}={server.device} is a device of the trainer, and {needed}",
-                rule=f"{server.offload_key}=always: the server sleeps in the trainer's time slice",
-                way_out=f"set {server.offload_key}=auto: then it stays next to the trainer.",
+                f"placement.{role.key}={role.device} is a device of the trainer, and {needed}",
+                rule=f"{role.offload_key}=always: the server sleeps in the trainer's time slice",
+                way_out=f"set {role.offload_key}=auto: then it stays next to the trainer.",
             )
 
 
