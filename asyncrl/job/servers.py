@@ -102,8 +102,7 @@ class RoleServer:
         try:
             await self.server.watch(heartbeat_s)
         except ComponentError as error:
-            if self.on_gone is None:
-                raise
+            assert self.on_gone is not None, "a server without a supervisor"
             self.server.health = None
             self.on_gone(error)
 
@@ -217,13 +216,12 @@ class ServerFactory:
         """Return the run's rollout engines, which it starts, or which others have
         started.
         """
-        role = engine_role(self.config)
         rollout = self.config.rollout
         urls = rollout.external_urls or [""] * len(self.placement.engines)
         key = os.environ.get(rollout.facts.key_env, "")
         return [
             self.make(
-                replace(role, url=url.rstrip("/"), secret=key),
+                replace(engine_role(self.config), url=url.rstrip("/"), secret=key),
                 devices,
                 name=f"{ENGINE}-{number}",
                 share=self.placement.memory_fraction_of(number),
@@ -464,12 +462,12 @@ class Fleet:
         self.side_servers = [extra.server for extra in self.extra.values()]
 
     def _extra(self, extra: RoleServer) -> RoleServer:
-        """Give a server its supervisor, or its way out of the run."""
-        name = extra.role.name
+        """Give a server its supervisor; the evaluation sets the way out of the run of its
+        own engine.
+        """
         client = extra.client
-        if extra.role.serves_policy:  # an eval engine: a run goes on without it
-            extra.on_gone = self._continue_without
-        else:
+        if not extra.role.serves_policy:
+            name = extra.role.name
             extra.supervisor = self.supervisors[name] = Supervisor(
                 [extra.server],
                 self.supervision,
@@ -489,9 +487,6 @@ class Fleet:
             if self.placement.leaves(name):
                 room = partial(slices.device_for_engine, name)
                 self.supervisors[name].start_within(room)
-
-    def _continue_without(self, lost: ComponentError) -> None:
-        self._lifecycle.log.warn(f"the run continues without {lost.component}: {lost}")
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers of extra servers, added over servers of one kind."""

@@ -193,7 +193,6 @@ def _ranks(
 ) -> Iterator[ProcessPlan]:
     sync = config.weight_sync.facts
     rules = config.offload_rules
-    sends_whole = rules[POLICY_WEIGHTS] == "always"
     for rank, device in enumerate(placement.trainer):
         name = f"trainer-{rank}"
         held = 0
@@ -202,11 +201,15 @@ def _ranks(
         parts = rank_memory(config, shape, device.name)
         memory = parts.peak(rules)
         stays = parts.total_of([one for one in rules if rules[one] == "never"])
-        pushed = stays + parts.total_of(
-            [one for one in rules if one.part == "weights" and rules[one] == "auto"]
-        )
-        if sends_whole:
-            pushed += parts.total_of([POLICY_WEIGHTS])
+        # The policy's weights return to be sent; others may have stayed for the step.
+        sent = [
+            one
+            for one in rules
+            if one == POLICY_WEIGHTS
+            or rules[one] == "never"
+            or (rules[one] == "auto" and one.part == "weights")
+        ]
+        pushed = parts.total_of(sent)
         if config.trainer.offload.by_layer:
             memory = Memory(micro_batch=memory.micro_batch)
             pushed = 0
@@ -226,10 +229,10 @@ def _ranks(
 def _servers(
     config: RunConfig, shape: ModelShape, placement: Placement
 ) -> Iterator[ProcessPlan]:
-    engine = engine_role(config)
     for number, devices in enumerate(placement.engines):
+        role = engine_role(config)
         memory = server_memory(
-            config, shape, engine, devices, stages=not placement.is_colocated
+            config, shape, role, devices, stages=not placement.is_colocated
         )
         graphs = graph_bytes(config, shape, devices[0].name)
         memory = replace(memory, micro_batch=memory.micro_batch + graphs)
