@@ -22,9 +22,8 @@ from pathlib import Path
 from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.engines.kinds import embedded_spec
+from asyncrl.engines.kinds import embedded_spec, engine_role
 from asyncrl.job.agent_runtime import special_tokens
-from asyncrl.job.roles import ENGINE, ROLES
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
@@ -73,7 +72,9 @@ class SyncRun:
         self.engine: Engine = build_engine(
             EmbeddedSpec.model_validate(
                 embedded_spec(
-                    servers.order(ROLES[ENGINE], "engine-0", placement.engines[0][0])
+                    servers.order(
+                        engine_role(config), "engine-0", placement.engines[0][0]
+                    )
                 )
             )
         )

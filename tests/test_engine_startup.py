@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ErrorBody, find_fatal
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
+from asyncrl.engines.kinds import engine_role
+from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
@@ -102,9 +103,9 @@ def test_the_plan_counts_the_cache_and_weights_of_the_server(
     factory = ServerFactory(
         config, plan.placement, folder, NO_TOKENS, folder, LocalLauncher()
     )
-    role = ROLES.get(name, ROLES[ENGINE])
+    role = extra_servers(config).get(name, engine_role(config))
     order = factory.order(role, name, plan.placement.engines[0][0])
-    spec = EmbeddedSpec(**{**role.launch(order).spec, "deterministic": False})
+    spec = EmbeddedSpec(**{**role.maker.spec(order), "deterministic": False})
     engine = build_engine(spec)
     counted = next(process.memory for process in plan.processes if process.name == name)
     assert counted.kv == pytest.approx(engine.runner.cache.num_bytes, rel=0.1)

@@ -31,7 +31,7 @@ from launch_cases import (
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig, RunConfig
-from asyncrl.job.roles import EVAL_ENGINE, extra_models, extra_servers, roles_of
+from asyncrl.job.roles import EVAL_ENGINE, extra_models, extra_servers
 from asyncrl.launch import machine
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import (
@@ -130,7 +130,7 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     extra = placed(4, *several).extra
     assert [*extra] == ["teacher-0", "teacher-1", "teacher-2"]
     assert [device.name for device in extra.values()] == ["cuda:3", "cpu", "cuda:2"]
-    roles = roles_of(load(*several))
+    roles = extra_servers(load(*several))
     assert {roles[name].shared_name for name in extra} == {"teacher"}
     assert [*extra_models(load(*several))] == ["teacher"], "its files are read once"
     ranged = placed(4, *APART, *TAUGHT, "placement.teacher=2-3").extra
@@ -148,12 +148,6 @@ def test_each_device_of_a_server_has_a_copy() -> None:
     remote = placed(4, *APART, *TAUGHT, "teacher.base_url=http://t:1")
     started = {0: ["cuda:1", "cuda:0"]}
     assert remote.parts(has_engines=True) == started, "a place for a teacher elsewhere"
-
-
-def test_one_key_places_several_components() -> None:
-    placement = placed(2, ZERO, *sizes(2, 2), "placement={'trainer, rollout': all}")
-    assert placement.is_colocated
-    assert where(placement.trainer) == where(placement.engine_devices) == "0: 01"
 
 
 @pytest.mark.extension("scoring")

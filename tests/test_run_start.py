@@ -18,8 +18,9 @@ from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
+from asyncrl.engines.kinds import ENGINE, engine_role
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
+from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
@@ -65,8 +66,10 @@ def test_vllm_spec_holds_adapters_offload_and_devices() -> None:
             folder,
             LocalLauncher(),
         )
-        order = factory.order(ROLES[role], "engine-0", NodeDevice(0, "cuda:0"))
-        return VllmSpec.model_validate(ROLES[role].launch(order).spec)
+        config = factory.config
+        described = extra_servers(config).get(role, engine_role(config))
+        order = factory.order(described, "engine-0", NodeDevice(0, "cuda:0"))
+        return VllmSpec.model_validate(described.maker.spec(order))
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
     assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")

@@ -28,7 +28,7 @@ from asyncrl.extensions.scoring.judge import Judge
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
 from asyncrl.extensions.scoring.served_judge import ServedJudge
 from asyncrl.job.check import validate
-from asyncrl.job.roles import Role, extra_servers, roles_of
+from asyncrl.job.roles import extra_servers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 # one process imports the modules that they fork
@@ -41,22 +41,17 @@ TEXTS = ["is a better?", "say 7", "b"]
 
 def order_of(folder: Path, **judge: Any) -> ServerOrder:
     """Describe the judge's server as a run does."""
-    order = ServerOrder(
-        config=config_of({"model": str(folder), "max_concurrent": 2, **judge}),
+    config = config_of({"model": str(folder), "max_concurrent": 2, **judge})
+    return ServerOrder(
+        config=config,
+        role=extra_servers(config)["judge"],
         run_dir=folder.parent,
         name="judge",
         model_path=folder,
         device="cpu",
         threads=1,
-        slots=1,
-        max_length=64,
         tokenizer=HFChatTokenizer(folder),
     )
-    return role_of(order).order(order)
-
-
-def role_of(order: ServerOrder) -> Role:
-    return roles_of(order.config)["judge"]
 
 
 def greedy(folder: Path, text: str, num: int) -> str:
@@ -83,12 +78,12 @@ def greedy(folder: Path, text: str, num: int) -> str:
 def test_served_judge_answers_as_its_model_generates(tmp_path: Path, kind: str) -> None:
     folder = make_tiny_model(tmp_path / "model", head_dim=32)  # vLLM has no 8
     order = order_of(folder, engine=kind, max_length=200, max_tokens=100)
-    launch = role_of(order).launch(order)
-    assert launch.module == f"asyncrl_servers.{kind}"
+    maker = order.role.maker
+    assert maker.module == f"asyncrl_servers.{kind}"
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served = role_of(order).client(order, caller)
+        served = order.role.maker.client(order, caller)
         assert isinstance(served, ServedJudge)
         await served.ready(100)
 
@@ -124,7 +119,7 @@ def test_served_judge_answers_as_its_model_generates(tmp_path: Path, kind: str) 
         await caller.aclose()
 
     serving = vllm_process if kind == "vllm" else partial(engine_process, kind)
-    with serving(launch.spec, tmp_path) as server:
+    with serving(maker.spec(order), tmp_path) as server:
         asyncio.run(story(server.url))
 
 
@@ -146,7 +141,7 @@ def test_grades_do_not_depend_on_the_order(
 
     async def story(url: str) -> None:
         caller = Caller("judge", url, SECRET)
-        served: Any = role_of(order).client(order, caller)
+        served: Any = order.role.maker.client(order, caller)
 
         async def grades(texts: list[str]) -> dict[str, Any]:
             judge = Judge(config, timeout_s=60, ask=served.ask)
@@ -168,8 +163,8 @@ def test_grades_do_not_depend_on_the_order(
         await caller.aclose()
 
     order = order_of(folder, max_length=512, max_tokens=400)
-    launch = role_of(order).launch(order)
-    with engine_process("embedded", launch.spec, tmp_path) as server:
+    maker = order.role.maker
+    with engine_process("embedded", maker.spec(order), tmp_path) as server:
         asyncio.run(story(server.url))
 
 
@@ -180,7 +175,7 @@ def test_completion_cannot_end_its_turn(tmp_path: Path) -> None:
     name = tokenizer.decode([end_id], skip_special_tokens=False)
     assert tokenizer.encode(name) == (end_id,)
     order = order_of(folder)
-    client = role_of(order).client(order, Caller("judge", "", SECRET))
+    client = order.role.maker.client(order, Caller("judge", "", SECRET))
     assert isinstance(client, ServedJudge)
     plain, marked = map(client.encode, ("ab", f"a{name}b"))
     assert list(plain).count(end_id) == list(marked).count(end_id)

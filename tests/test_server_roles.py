@@ -21,12 +21,12 @@ import asyncrl
 from asyncrl.base.errors import ComponentError
 from asyncrl.base.extensions import Extension, extensions
 from asyncrl.config import RunConfig
+from asyncrl.engines.kinds import Role, ServerMaker, engine_role
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.check import check_lines
-from asyncrl.job.roles import EVAL_ENGINE, ROLES, Launch, Role, roles_of
+from asyncrl.job.roles import extra_servers
 from asyncrl.job.servers import RoleServer
 from asyncrl.launch.machine import single_node
-from asyncrl.launch.placement import ExtraServer
 from asyncrl.messages.records import Rollout
 from asyncrl.observe.show import render_status
 
@@ -49,9 +49,8 @@ class CountingClient(RoleClient):
 async def test_run_continues_without_a_dispensable_server() -> None:
     fake = FakeEngineServer("extra-0")
     gone = list[ComponentError]()
-    lost = RoleServer(
-        ROLES[EVAL_ENGINE], FakeProcess(fake), RoleClient(fake), on_gone=gone.append
-    )
+    role = engine_role(RunConfig.model_validate(job_runs.CONFIG))
+    lost = RoleServer(role, FakeProcess(fake), RoleClient(fake), on_gone=gone.append)
     asyncio.get_running_loop().call_later(10.0, fake.die)
     await lost.watch(5.0)
     assert [error.component for error in gone] == ["extra-0"]
@@ -62,13 +61,14 @@ def counter(_: RunConfig) -> Iterator[Role]:
     """The roles of an extension."""
     yield Role(
         name="counter",
-        launch=lambda order: Launch(
-            "counting_server", {"pids": str(order.run_dir.parent / "pids")}
+        maker=ServerMaker(
+            "counting_server",
+            lambda order: {"pids": str(order.run_dir.parent / "pids")},
+            lambda order, caller: CountingClient(
+                caller, places=2, on_lost=order.on_lost
+            ),
         ),
-        client=lambda order, caller: CountingClient(
-            caller, places=2, on_lost=order.on_lost
-        ),
-        placement=lambda config: ExtraServer(key="counter"),
+        key="counter",
     )
 
 
@@ -79,9 +79,9 @@ def extend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_new_extension_moves_no_other_role(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.model_validate(job_runs.CONFIG)
-    before = [*roles_of(config)]
+    before = [*extra_servers(config)]
     extend(monkeypatch)
-    assert [*roles_of(config)] == [*before, "counter"]
+    assert [*extra_servers(config)] == [*before, "counter"]
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class ExportKind:
 class AddedEngine:
     """A kind of engine servers. `facts`: place of its EngineCapabilities
     (config/engine_facts.py), which is imported with the settings. `maker`: place of its
-    EngineMaker (engines/kinds.py). `preload`: module of its server, if that is forked
+    ServerMaker (engines/kinds.py). `preload`: module of its server, if that is forked
     from a process that has it imported.
     """
 
@@ -136,7 +136,7 @@ class Extension:
     `engines`: kinds of engine servers by name, for `rollout.engine`.
     `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
     ConfigError.
-    `roles`: place of a function from RunConfig to Roles (job/roles.py). They choose
+    `roles`: place of a function from RunConfig to Roles (engines/kinds.py). They choose
     devices after the core's roles.
     `columns`: place of a function from RunConfig to the token columns that these roles add
     to each rollout.

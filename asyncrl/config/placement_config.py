@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +11,6 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from asyncrl.config.device_forms import device_numbers
@@ -84,21 +82,6 @@ class PlacementConfig(FrozenConfig):
     auto, both sides stay in memory if they fit; else, and with none, each is offloaded
     during the other's time slice.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split_keys(cls, values: object) -> object:
-        """Read a key like `trainer,rollout` as a key for each component."""
-        if not isinstance(values, dict):
-            return values
-        found = dict[str, object]()
-        for key, value in values.items():
-            names = re.split(r"\s*,\s*", str(key))
-            for name in names:
-                if name in found:
-                    raise ValueError(f"{name} is placed twice; name it in one key")
-                found[name] = value
-        return found
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod

@@ -1,5 +1,6 @@
-"""Make engine servers of every kind: start arguments and client. ENGINES
-(config/engine_kinds.py) has the settings, devices and memory of each kind.
+"""Describe servers in any role, and make engine servers of every kind: start arguments
+and client. ENGINES (config/engine_kinds.py) has the settings, devices and memory of each
+kind.
 
 A new kind is an extension with a row of `engines`.
 """
@@ -14,58 +15,19 @@ from pathlib import Path
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.extensions import load_place, rows
 from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig
+from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.device_forms import ServerDevices
 from asyncrl.config.engine_kinds import EngineKind
 from asyncrl.engines.broadcast import BroadcastGroup
-from asyncrl.engines.engine import EngineClient, EngineServer
+from asyncrl.engines.engine import EngineServer, ServerClient
 from asyncrl.messages.worker_api import ChatTokenizer
 
 Body = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOrder:
-    """What a run asks of one server: roles and kinds read the parts that they need."""
-
-    config: RunConfig
-    run_dir: Path
-    name: str
-    model_path: Path
-    device: str
-    """cpu or cuda:N of its first device, or none."""
-    threads: int
-    slots: int
-    max_length: int
-    tokenizer: ChatTokenizer
-    is_rollout: bool = True
-    """False: not one of the engines that sample for training."""
-    serves_policy: bool = True
-    """False: a model of its own, so settings of `rollout` and pushes do not apply."""
-    resident: bool = False
-    """Colocated, and it keeps its memory during the trainer's time slice."""
-    moves: bool = False
-    """Colocated, and engines free their memory for the trainer's time slice."""
-    share: float | None = None
-    """Fraction of its device's memory; None: no limit."""
-    group: BroadcastGroup | None = None
-    """Of transport nccl."""
-    on_lost: Callable[[EngineLost], None] | None = None
-
-    @property
-    def stays(self) -> bool:
-        return self.resident and self.is_rollout
-
-    @property
-    def returns_routing(self) -> bool:
-        return self.config.algorithm.router_replay and self.is_rollout
-
-    @property
-    def returns_supports(self) -> bool:
-        return self.config.uses_supports and self.is_rollout
+ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMaker:
+class ServerMaker:
     """`module`: of the server, as for `python -m`; it reads the spec. Another Python gets
     links to asyncrl and to the module's own package. `start_factor`: multiple of
     supervision.start_timeout_s until it serves. `canary_tokens`: longest text whose
@@ -74,16 +36,120 @@ class EngineMaker:
 
     module: str
     spec: Callable[[ServerOrder], Body]
-    client: Callable[[ServerOrder, Caller], EngineClient]
+    client: Callable[[ServerOrder, Caller], ServerClient]
     start_factor: int = 1
     canary_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A model beside the trained one. `key`: the setting with its path."""
+
+    model: ModelConfig
+    key: str
+    reads_token_ids: bool = True
+    """It needs the vocabulary of the run's."""
+    is_remote: bool = False
+    """Others serve it: only its tokenizer is read."""
+    num_sampled: int = 0
+    """Tokens that it samples behind each text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A server of a run: how it is made, what it holds in memory, and what it asks of the
+    placement. If its client is a RoleClient, the client's annotate() gets every rollout.
+    """
+
+    name: str
+    """Of its process; rollout engines add their number."""
+    maker: ServerMaker
+    engine: EngineKind | None = None
+    """Kind of engine that holds its model; None: a server without a KV cache."""
+    model: OwnModel | None = None
+    """None: the run's model."""
+    slots: int = 0
+    """Sequences in its KV cache."""
+    max_length: int = 0
+    """Tokens of each."""
+    batch_tokens: int = 0
+    """Tokens of a forward pass, without `engine`."""
+    is_rollout: bool = False
+    """It samples for training."""
+    key: str = ""
+    """placement.KEY has its device."""
+    device: ServerDevices = "auto"
+    """The value of that key; of a copy, its device."""
+    copy_of: str = ""
+    """Role that has several servers, all with this value; they share its calls."""
+    is_optional: bool = False
+    """Without a free device there is no such server; else it shares an engine's."""
+    way_out: str = ""
+    """A setting without this server."""
+    may_leave: bool = False
+    """It can be on a device of the trainer that it leaves in the trainer's time slice."""
+    serves_evals: bool = False
+    """Evaluations call it."""
+    url: str = ""
+    """Others have started it: it takes no device."""
+    secret: str = ""
+    """Its key, with `url`."""
+
+    @property
+    def shared_name(self) -> str:
+        """Return the name that copies have in common."""
+        return self.copy_of or self.name
+
+    @property
+    def serves_policy(self) -> bool:
+        """Return whether the trainer's weights are sent to it."""
+        return self.engine is not None and self.model is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOrder:
+    """What a run asks of one server: makers read the parts that they need."""
+
+    config: RunConfig
+    role: Role
+    run_dir: Path
+    name: str
+    model_path: Path
+    device: str
+    """cpu or cuda:N of its first device, or none."""
+    threads: int
+    tokenizer: ChatTokenizer
+    stays: bool = False
+    """Colocated, and it keeps its memory during the trainer's time slice."""
+    moves: bool = False
+    """Colocated, and it frees its memory for the trainer's time slice."""
+    share: float | None = None
+    """Fraction of its device's memory; None: no limit."""
+    group: BroadcastGroup | None = None
+    """Of transport nccl."""
+    on_lost: Callable[[EngineLost], None] | None = None
+
+    @property
+    def returns_routing(self) -> bool:
+        return self.config.algorithm.router_replay and self.role.is_rollout
+
+    @property
+    def returns_supports(self) -> bool:
+        return self.config.uses_supports and self.role.is_rollout
+
+
+def num_caches(config: RunConfig, role: Role) -> int:
+    """Return the number of KV caches per slot: an agent's next turn finds the cache of
+    its last one.
+    """
+    return 2 if config.keeps_turns and role.serves_policy else 1
 
 
 def _size_spec(order: ServerOrder) -> Body:
     return {
         "name": order.name,
-        "slots": order.slots,
-        "max_length": order.max_length,
+        "slots": order.role.slots,
+        "max_length": order.role.max_length,
     }
 
 
@@ -101,18 +167,17 @@ def model_spec(order: ServerOrder) -> Body:
 
 
 def embedded_spec(order: ServerOrder) -> Body:
-    rollout = order.config.rollout
+    config = order.config
+    role = order.role
+    is_rollout = role.is_rollout
     return model_spec(order) | {
-        "deterministic": rollout.deterministic,
-        # A conversation comes back for its next turn, a single-turn prompt does not.
-        "num_kept": order.slots
-        if order.config.keeps_turns and order.serves_policy
-        else 0,
+        "deterministic": config.rollout.deterministic,
+        "num_kept": (num_caches(config, role) - 1) * role.slots,
         "stays": order.stays,
-        "moves": order.moves and order.is_rollout,
+        "moves": order.moves,
         "share": order.share,
-        "fused_decode": rollout.fused_decode and order.is_rollout,
-        "aside_dir": None if order.serves_policy else str(order.run_dir),
+        "fused_decode": config.rollout.fused_decode and is_rollout,
+        "aside_dir": None if role.serves_policy else str(order.run_dir),
     }
 
 
@@ -124,17 +189,30 @@ def _simulated_spec(order: ServerOrder) -> Body:
     return _size_spec(order) | {"vocab_size": vocab_size} | latencies
 
 
-def our_client(order: ServerOrder, caller: Caller) -> EngineClient:
+def our_client(order: ServerOrder, caller: Caller) -> EngineServer:
     has_supports = order.config.rollout.facts.reports_supports
     return EngineServer(caller, broadcast_group=order.group, has_supports=has_supports)
 
 
-CORE: Mapping[str, EngineMaker] = {
-    "embedded": EngineMaker("asyncrl_servers.embedded", embedded_spec, our_client),
-    "simulated": EngineMaker("asyncrl_servers.simulated", _simulated_spec, our_client),
+CORE: Mapping[str, ServerMaker] = {
+    "embedded": ServerMaker("asyncrl_servers.embedded", embedded_spec, our_client),
+    "simulated": ServerMaker("asyncrl_servers.simulated", _simulated_spec, our_client),
 }
 
 
-def maker_of(kind: EngineKind) -> EngineMaker:
+def maker_of(kind: EngineKind) -> ServerMaker:
     """Return the maker of a kind, which an extension imports on its first use."""
     return CORE.get(kind) or load_place(rows("engines")[kind].maker)
+
+
+def engine_role(config: RunConfig) -> Role:
+    """Return the role of the rollout engines."""
+    rollout = config.rollout
+    return Role(
+        name=ENGINE,
+        maker=maker_of(rollout.engine),
+        engine=rollout.engine,
+        slots=rollout.slots,
+        max_length=rollout.max_length,
+        is_rollout=True,
+    )

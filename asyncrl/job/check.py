@@ -52,7 +52,6 @@ from asyncrl.launch.model_sizes import (
 )
 from asyncrl.launch.plan import (
     DISK,
-    offload_text,
     plan_run,
     plan_text,
     refuse_over_capacity,
@@ -168,8 +167,6 @@ def check_plan(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     plan, messages = plan_run(config, nodes, extra)
     disk_bytes = _disk_bytes(nodes)
     yield plan_text(plan, config, disk_bytes)
-    if offloads := offload_text(plan, config, nodes, extra):
-        yield f"\n{offloads}"
     yield from messages
     if not plan.shape.num_parameters:
         yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"
@@ -505,9 +502,9 @@ def _embedded_models(config: RunConfig) -> Iterator[tuple[str, ModelConfig, int]
         yield "rollout.engine", config.model, longest
     for server in extra_servers(config).values():
         own = server.model
-        if own is not None and server.engine == "embedded" and not server.is_remote:
+        if own is not None and server.engine == "embedded" and not server.url:
             section = own.key.rpartition(".")[0]
-            yield f"{section}.engine", own.model, server.max_length or longest
+            yield f"{section}.engine", own.model, server.max_length
 
 
 def _try_engines(config: RunConfig, found: Found) -> None:

@@ -21,26 +21,21 @@ from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
 from asyncrl.config import RunConfig, TaskConfig
+from asyncrl.config.engine_kinds import ENGINES
 from asyncrl.config.transports import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
-from asyncrl.engines.kinds import ServerOrder, maker_of
+from asyncrl.engines.kinds import ENGINE, Role, ServerOrder, engine_role, maker_of
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.role_client import RoleClient, annotate_by
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.roles import (
-    ENGINE,
-    EVAL_ENGINE,
-    ROLES,
-    Role,
-    roles_of,
-)
+from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.trainer_recovery import (
     SupervisedTrainer,
     recover_trainer,
 )
 from asyncrl.journal.checkpoint_folders import Checkpoints
-from asyncrl.launch.machine import LOOPBACK
+from asyncrl.launch.machine import LOOPBACK, find_python
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import OWN_BYTES, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
@@ -107,8 +102,7 @@ class RoleServer:
         try:
             await self.server.watch(heartbeat_s)
         except ComponentError as error:
-            if self.on_gone is None:
-                raise
+            assert self.on_gone is not None, "a server without a supervisor"
             self.server.health = None
             self.on_gone(error)
 
@@ -221,16 +215,15 @@ class ServerFactory:
         """Return the run's rollout engines, which it starts, or which others have
         started.
         """
-        role = ROLES[ENGINE]
-        urls = self.config.rollout.external_urls or [""] * len(self.placement.engines)
-        fraction_of = self.placement.memory_fraction_of
+        rollout = self.config.rollout
+        urls = rollout.external_urls or [""] * len(self.placement.engines)
+        key = os.environ.get(rollout.facts.key_env, "")
         return [
             self.make(
-                role,
+                replace(engine_role(self.config), url=url.rstrip("/"), secret=key),
                 devices,
                 name=f"{ENGINE}-{number}",
-                url=url,
-                share=fraction_of(number),
+                share=self.placement.memory_fraction_of(number),
             )
             for number, (devices, url) in enumerate(
                 zip(self.placement.engines, urls, strict=True)
@@ -243,34 +236,27 @@ class ServerFactory:
         devices: Sequence[NodeDevice],
         *,
         name: str = "",
-        url: str = "",
         share: float | None = None,
     ) -> RoleServer:
-        """Make a server on its devices, not started. `url`: others have started it.
-        `share`: the fraction of its devices' memory.
+        """Make a server on its devices, not started. `share`: the fraction of its
+        devices' memory.
         """
         order = self.order(role, name or role.name, devices[0], share=share)
-        launch = role.launch(order)
-        secret = self.secret
-        if url:
-            key = os.environ.get(self.config.rollout.facts.key_env, "")
-            launch = replace(launch, url=url.rstrip("/"), secret=key)
-        if launch.url:
-            secret = launch.secret
-            child = Process(order.name, f"the log of {launch.url}", launch.url)
+        maker = role.maker
+        if role.url:
+            child = Process(order.name, f"the log of {role.url}", role.url)
+            caller = Caller(order.name, "", role.secret)
         else:
-            child = self._process(
-                order.name,
-                launch.module,
-                json.dumps(launch.spec),
-                devices,
-                launch.python,
-            )
-        caller = Caller(order.name, "", secret)
-        client = role.client(order, caller)
+            python = None
+            if role.engine is not None and ENGINES[role.engine].package is not None:
+                python = partial(find_python, self.config.rollout, role.engine)
+            spec = json.dumps(maker.spec(order))
+            child = self._process(order.name, maker.module, spec, devices, python)
+            caller = Caller(order.name, "", self.secret)
+        client = maker.client(order, caller)
         start_s = self._start_s(order.model_path)
         ready = partial(
-            client.ready, self._start_s(order.model_path, launch.start_factor)
+            client.ready, self._start_s(order.model_path, maker.start_factor)
         )
         return RoleServer(
             role, Server(child, caller, client.health, start_s, ready), client
@@ -279,31 +265,28 @@ class ServerFactory:
     def order(
         self, role: Role, name: str, device: NodeDevice, *, share: float | None = None
     ) -> ServerOrder:
-        """Describe a server to its role and kind of engine. `device` is the first of
-        its devices.
-        """
+        """Describe a server to its maker. `device` is the first of its devices."""
         config = self.config
         placement = self.placement
         # others count CUDA's memory themselves
         if config.rollout.facts.package is None:
             share = self._without_cuda(share)
-        order = ServerOrder(
+        return ServerOrder(
             config=config,
+            role=role,
             run_dir=self.run_dir,
             name=name,
             model_path=self.role_models.get(role.shared_name, self.model_path),
             device=device.name,
             threads=engine_threads(config, placement.nodes[device.node].machine.cores),
-            slots=config.rollout.slots,
-            max_length=config.rollout.max_length,
             tokenizer=self.tokenizer,
-            resident=placement.resident,
-            moves=placement.moves,
+            stays=placement.resident and role.is_rollout,
+            moves=placement.moves and role.is_rollout,
             share=share,
-            group=self.group,
+            # Another server reads weights from a file at its own times.
+            group=self.group if role.is_rollout else None,
             on_lost=self.on_lost,
         )
-        return role.order(order)
 
     def _start_s(self, model_path: Path, factor: int = 1) -> float:
         return factor * self.config.supervision.start_timeout_s + load_limit_s(
@@ -373,9 +356,8 @@ class ServerFactory:
         paths = [self.model_path / "config.json", self.run_dir / "run.id"]
         if self.config.model.chat_template:
             paths.append(Path(self.config.model.chat_template))
-        roles = roles_of(self.config)
         far = {
-            roles[name].shared_name
+            self.placement.roles[name].shared_name
             for name, device in self.placement.extra.items()
             if device.node > 0
         }
@@ -469,7 +451,7 @@ class Fleet:
         )
         self.node_files = _node_files(lifecycle, factory.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
-        roles = roles_of(config)
+        roles = factory.placement.roles
         self.extra = {
             name: self._extra(factory.make(roles[name], [device]))
             for name, device in factory.placement.extra.items()
@@ -479,14 +461,12 @@ class Fleet:
         self.side_servers = [extra.server for extra in self.extra.values()]
 
     def _extra(self, extra: RoleServer) -> RoleServer:
-        """Give a server its supervisor, or its way out of the run."""
-        name = extra.role.name
+        """Give a server its supervisor; the evaluation sets the way out of the run of its
+        own engine.
+        """
         client = extra.client
-        # A RoleClient's calls wait until a supervisor has restarted its server.
-        assert not (extra.role.is_dispensable and isinstance(client, RoleClient))
-        if extra.role.is_dispensable:
-            extra.on_gone = self._continue_without
-        else:
+        if not extra.role.serves_policy:
+            name = extra.role.name
             extra.supervisor = self.supervisors[name] = Supervisor(
                 [extra.server],
                 self.supervision,
@@ -506,9 +486,6 @@ class Fleet:
             if self.placement.leaves(name):
                 room = partial(slices.device_for_engine, name)
                 self.supervisors[name].start_within(room)
-
-    def _continue_without(self, lost: ComponentError) -> None:
-        self._lifecycle.log.warn(f"the run continues without {lost.component}: {lost}")
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers of extra servers, added over servers of one kind."""

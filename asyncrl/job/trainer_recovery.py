@@ -39,7 +39,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         supervision: Supervision,
         *,
         timeout_s: float | None = None,
-        on_start: Callable[[], None] | None = None,
+        on_start: Callable[[], None] = lambda: None,
         bring_back: Callable[[TrainerClient, int], Awaitable[None]],
     ) -> None:
         """Supervise ranks that are not started yet; the first takes the calls.

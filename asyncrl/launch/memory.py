@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from asyncrl.config import AlgorithmConfig, ModelConfig, RunConfig
-from asyncrl.config.engine_facts import EngineCapabilities
+from asyncrl.config.engine_kinds import ENGINES
 from asyncrl.config.offload_config import (
     CRITIC_PASS,
     CRITIC_STEP,
@@ -19,6 +19,7 @@ from asyncrl.config.offload_config import (
     Trained,
 )
 from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
+from asyncrl.engines.kinds import Role, num_caches
 from asyncrl.launch.model_sizes import ModelShape, model_shape, read_architecture
 from asyncrl.launch.placement import NO_DEVICE, Side
 
@@ -280,32 +281,34 @@ def model_memory(
     return RankMemory(split, micro_batches, merged)
 
 
-def engine_memory(
-    config: RunConfig,
-    shape: ModelShape,
-    engine: EngineCapabilities,
-    slots: int,
-    devices: Side,
-    *,
-    stages: bool,
+def server_memory(
+    config: RunConfig, shape: ModelShape, role: Role, devices: Side, *, stages: bool
 ) -> Memory:
-    """Per device. `stages`: new weights arrive during generation."""
+    """Return a server's memory per device. `shape`: of the run's model. `stages`: new
+    weights arrive during generation.
+    """
     device = devices[0].name
-    if device == NO_DEVICE:
+    if role.url or device == NO_DEVICE:
         return Memory()
     item = item_bytes(config.model.dtype, device)
-    length = config.rollout.max_length
+    if role.model is not None:
+        shape = model_shape(role.model.model)
+    weights = shape.num_parameters * item
+    width = (4 * shape.hidden + 3 * shape.active) * item
+    if role.engine is None:
+        weights = weights if role.model else 0
+        return Memory(parameters=weights, micro_batch=role.batch_tokens * width)
+    engine = ENGINES[role.engine]
+    slots = num_caches(config, role) * role.slots
     # With pages, sequences wait while the cache is full, so only one must fit. Without
     # pages each slot holds its full length from the start.
     sequences = 1 if engine.pages_kv and device != "cpu" else slots
-    tokens = min(engine.forward_tokens, slots * length)
-    cached = sequences * engine.kv_length(length)
-    weights = shape.num_parameters * item
+    cached = sequences * engine.kv_length(role.max_length)
+    tokens = min(engine.forward_tokens, slots * role.max_length)
     whole = Memory(
         parameters=weights,
         kv=cached * shape.layers * shape.cached * item,
-        micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
-        + slots * shape.vocab * 4 * engine.logit_copies,
+        micro_batch=tokens * width + slots * shape.vocab * 4 * engine.logit_copies,
         copies=weights if stages and engine.stages_weights else 0,
     )
     return whole.split(len(devices))

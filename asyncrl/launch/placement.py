@@ -10,12 +10,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config import RunConfig
 from asyncrl.config.device_forms import ServerDevices, device_numbers
-from asyncrl.config.engine_kinds import ENGINES, EngineKind
+from asyncrl.config.engine_kinds import ENGINES
 from asyncrl.config.offload_config import (
     POLICY_GRADIENTS,
     POLICY_WEIGHTS,
@@ -26,6 +26,7 @@ from asyncrl.config.placement_config import (
     NodesConfig,
 )
 from asyncrl.config.transports import refuse_transport
+from asyncrl.engines.kinds import Role
 from asyncrl.launch.machine import Node
 
 NO_DEVICE = "none"
@@ -47,57 +48,6 @@ CPU = NodeDevice(0, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class OwnModel:
-    """A model beside the trained one. `key`: the setting with its path."""
-
-    model: ModelConfig
-    key: str
-    reads_token_ids: bool = True
-    """It needs the vocabulary of the run's."""
-    is_remote: bool = False
-    """Others serve it: only its tokenizer is read."""
-    num_sampled: int = 0
-    """Tokens that it samples behind each text."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExtraServer:
-    """What a server other than trainer and rollout engines asks of the placement, and
-    holds in memory.
-    """
-
-    key: str
-    """placement.KEY has its device."""
-    written: ServerDevices = "auto"
-    """The value of that key; of a copy, its device."""
-    is_optional: bool = False
-    """Without a free device there is no such server; else it shares an engine's."""
-    engine: EngineKind | None = None
-    """Kind of engine that holds its model; None: a server without a KV cache."""
-    model: OwnModel | None = None
-    """None: the run's model."""
-    batch_tokens: int = 0
-    """Tokens of a forward pass, without `engine`."""
-    slots: int = 0
-    """Sequences in its KV cache."""
-    max_length: int = 0
-    """Tokens of each; 0: of a rollout."""
-    takes_weights: bool = False
-    """The trainer's weights are sent to it."""
-    way_out: str = ""
-    """A setting without this server."""
-    may_leave: bool = False
-    """It can be on a device of the trainer that it leaves in the trainer's time slice."""
-    serves_evals: bool = False
-    """Evaluations call it."""
-
-    @property
-    def is_remote(self) -> bool:
-        """Others have started it: it takes no device."""
-        return self.model is not None and self.model.is_remote
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     nodes: tuple[Node, ...]
     """The controller's is first."""
@@ -107,7 +57,7 @@ class Placement:
     """Both sides time-share the same devices."""
     extra: Mapping[str, NodeDevice] = field(default_factory=dict)
     """Devices of extra servers, by name."""
-    extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
@@ -134,16 +84,16 @@ class Placement:
     @property
     def weight_readers(self) -> dict[str, NodeDevice]:
         """Return the devices of extra servers that get the trainer's weights."""
-        servers = self.extra_servers
+        servers = self.roles
         return {
             name: device
             for name, device in self.extra.items()
-            if servers[name].takes_weights
+            if servers[name].serves_policy
         }
 
     def leaves(self, name: str) -> bool:
         """Return whether an extra server leaves its device in the trainer's time slice."""
-        server = self.extra_servers[name]
+        server = self.roles[name]
         is_shared = self.extra[name] in self.trainer
         loses_weights = (
             server.engine is not None and not ENGINES[server.engine].keeps_asleep
@@ -152,9 +102,6 @@ class Placement:
         # wait for the engines' time slice, which never comes after the last step.
         is_asked = server.serves_evals and bool(self.weight_readers)
         return self.moves and is_shared and not (loses_weights or is_asked)
-
-    def extra_side(self, name: str) -> Literal["slice", "extra"]:
-        return "slice" if self.leaves(name) else "extra"
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
@@ -192,7 +139,7 @@ class Placement:
             extra = [
                 device
                 for name, device in self.extra.items()
-                if not self.extra_servers[name].is_remote
+                if not self.roles[name].url
             ]
             used += [*self.trainer, *extra]
         for node, name in used:
@@ -203,7 +150,7 @@ class Placement:
 def place(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra_servers: Mapping[str, ExtraServer] | None = None,
+    extra_servers: Mapping[str, Role] | None = None,
 ) -> Placement:
     """The controller's node is first. Extra servers choose in their order. Raises
     ConfigError.
@@ -246,11 +193,11 @@ def place(
     for name, server in (extra_servers or {}).items():
         device = _extra_device(server, placement, [*extra.values()])
         has_none = server.engine is not None and not ENGINES[server.engine].has_model
-        if has_none or server.is_remote:
+        if has_none or server.url:
             device = NodeDevice(0, NO_DEVICE)
         if device is not None:
             extra[name] = device
-    placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
+    placement = replace(placement, extra=extra, roles=extra_servers or {})
     _refuse_offload(config, moves=placement.moves)
     if engines:
         refuse_transport(
@@ -531,14 +478,14 @@ def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) 
 
 
 def _served_devices(
-    servers: Mapping[str, ExtraServer], nodes: Sequence[Node]
+    servers: Mapping[str, Role], nodes: Sequence[Node]
 ) -> set[NodeDevice]:
     """Return the CUDA devices that settings give to servers that may leave them."""
     return {
         device
         for server in servers.values()
-        if server.may_leave and server.written not in ("auto", "cpu")
-        for device in _numbered(server.key, server.written, nodes)
+        if server.may_leave and server.device not in ("auto", "cpu")
+        for device in _numbered(server.key, server.device, nodes)
     }
 
 
@@ -556,12 +503,12 @@ def _numbered(side: str, form: Devices | ServerDevices, nodes: Sequence[Node]) -
 
 
 def _extra_device(
-    server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
+    server: Role, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
     """Choose a device: of the trainer only a CPU, or for a server that may share it. A
     device is free if it is not `taken`.
     """
-    form = server.written
+    form = server.device
     engines = [
         device for device in placement.engine_devices if device.name != NO_DEVICE
     ]

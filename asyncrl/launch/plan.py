@@ -6,11 +6,11 @@ and weight copies.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
 from asyncrl.base.errors import ConfigError
@@ -18,28 +18,26 @@ from asyncrl.base.files import shared_memory_root
 from asyncrl.base.progress import told_if_long
 from asyncrl.config import RunConfig
 from asyncrl.config.engine_kinds import ENGINES
-from asyncrl.config.offload_config import POLICY_WEIGHTS, Rule
+from asyncrl.config.offload_config import POLICY_WEIGHTS
 from asyncrl.config.transports import choose_transport
+from asyncrl.engines.kinds import Role, engine_role
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.memory import (
     Memory,
-    critic_run,
     disk_sizes,
-    engine_memory,
     graph_bytes,
     item_bytes,
     leaving_parts,
     loaded_bytes,
     rank_memory,
     saved_bytes,
+    server_memory,
 )
 from asyncrl.launch.model_sizes import ModelShape, model_shape
 from asyncrl.launch.placement import (
     NO_DEVICE,
-    ExtraServer,
     NodeDevice,
     Placement,
-    Side,
     cuda_devices,
     place,
 )
@@ -67,17 +65,14 @@ FIT_SHARED = (
 )
 
 
-HostSide = Literal["host", "loading", "saving"]
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process, or what a node holds besides. `side`: whose time slice it works in; loading
-    ends before saving begins. slice: an extra server that leaves in the trainer's time slice.
+    """A process, or what a node holds besides. `side`: whose time slice it works in; a
+    leaving server leaves in the trainer's.
     """
 
     name: str
-    side: HostSide | Literal["controller", "trainer", "engine", "extra", "slice"]
+    side: Literal["host", "trainer", "engine", "server", "leaving server"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -86,7 +81,7 @@ class ProcessPlan:
     that sleeps.
     """
     pushed: int = 0
-    """Bytes of a trainer on its device while it sends its weights."""
+    """Bytes on the device while a trainer sends its weights in a handover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +100,34 @@ class Plan:
         a micro-batch, and an engine with 6 for weights and 50 for its KV cache. If the
         sides move, the device needs max(58, 56, 12 + 6) = 58; if both stay, 114.
         """
-        sizes = Counter[str]()
-        stays = asleep = 0
+        awake = Counter[str]()
+        asleep = Counter[str]()
         pushed = 0
         for one in self.processes:
             if one.device == device:
-                sizes[one.side] += one.memory.total
-                if one.side == "engine":
-                    asleep += one.stays
-                else:
-                    stays += one.stays
-                # During the push of a handover both sides have their weights on the
-                # device, and what never leaves it.
+                awake[one.side] += one.memory.total
+                asleep[one.side] += one.stays
                 pushed += one.pushed
-                if one.side == "engine":
-                    pushed += one.memory.parameters + one.memory.copies
-        # Loading ends before the first checkpoint is written, so a host holds the
-        # larger of the two.
-        sizes["host"] += max(sizes.pop("loading", 0), sizes.pop("saving", 0))
         if not self.placement.moves:
-            return sizes.total()
-        trainer = sizes.pop("trainer", 0) + asleep
-        engines = sizes.pop("engine", 0) + sizes.pop("slice", 0) + stays
-        return sizes.total() + max(trainer, engines, pushed)
+            return awake.total()
+        trainer = awake.pop("trainer", 0) + asleep["engine"]
+        engines = awake.pop("engine", 0) + awake.pop("leaving server", 0)
+        engines += asleep["trainer"]
+        return awake.total() + max(trainer, engines, pushed)
+
+    def taken_bytes(self, device: str) -> int:
+        """Return what engines must leave of a device in their time slice, with room for
+        errors of the plan.
+        """
+        taken = 0.0
+        for one in self.processes:
+            if one.device != device or one.side in ("host", "engine"):
+                continue
+            is_away = one.side == "trainer" and self.placement.moves
+            size = one.stays if is_away else one.memory.total
+            if size:
+                taken += TRAINER_FACTOR * size + OWN_BYTES
+        return int(taken)
 
 
 def engine_threads(config: RunConfig, cores: int) -> int:
@@ -152,7 +152,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
 def make_plan(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> Plan:
     """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
@@ -179,111 +179,106 @@ def make_plan(
 def lay_out(
     config: RunConfig, shape: ModelShape, placement: Placement
 ) -> tuple[ProcessPlan, ...]:
-    plans = [
-        ProcessPlan(
-            "controller", "controller", placement.label(NodeDevice(0, "cpu")), 1
-        )
-    ]
+    controller = placement.label(NodeDevice(0, "cpu"))
+    return (
+        ProcessPlan("controller", "host", controller, 1),
+        *_ranks(config, shape, placement),
+        *_servers(config, shape, placement),
+        *_held_besides(config, shape, placement),
+    )
 
-    def add(
-        name: str,
-        side: Literal["trainer", "engine", "extra", "slice"],
-        devices: Side,
-        memory: Memory,
-        stays: int = 0,
-    ) -> None:
-        for part, device in enumerate(devices):
-            own = f"{name}/{part}" if part else name
-            threads = threads_on(config, placement, device.node)[side == "trainer"]
-            plans.append(
-                ProcessPlan(own, side, placement.label(device), threads, memory, stays)
-            )
 
+def _ranks(
+    config: RunConfig, shape: ModelShape, placement: Placement
+) -> Iterator[ProcessPlan]:
     sync = config.weight_sync.facts
     rules = config.offload_rules
-    leaving = leaving_parts(config, moves=placement.moves)
     for rank, device in enumerate(placement.trainer):
+        name = f"trainer-{rank}"
         held = 0
         if rank == 0 and sync.holds_exports(is_colocated=placement.is_colocated):
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
         parts = rank_memory(config, shape, device.name)
         memory = parts.peak(rules)
         stays = parts.total_of([one for one in rules if rules[one] == "never"])
-        pushed = stays + parts.total_of(
-            [one for one in rules if one.part == "weights" and rules[one] == "auto"]
-        )
-        if rules[POLICY_WEIGHTS] == "always":
-            pushed += parts.total_of([POLICY_WEIGHTS])
+        # The policy's weights return to be sent; others may have stayed for the step.
+        sent = [
+            one
+            for one in rules
+            if one == POLICY_WEIGHTS
+            or rules[one] == "never"
+            or (rules[one] == "auto" and one.part == "weights")
+        ]
+        pushed = parts.total_of(sent)
         if config.trainer.offload.by_layer:
             memory = Memory(micro_batch=memory.micro_batch)
             pushed = 0
-        memory = replace(memory, copies=memory.copies + held)
-        add(f"trainer-{rank}", "trainer", (device,), memory)
-        plans[-1] = replace(plans[-1], stays=stays + held, pushed=pushed + held)
-        if size := parts.total_of(leaving):
-            plans.append(_left_plan(f"trainer-{rank}", device, size, placement))
-    engine = config.rollout.facts
-    caches = 2 if config.keeps_turns else 1
+        yield ProcessPlan(
+            name,
+            "trainer",
+            placement.label(device),
+            threads_on(config, placement, device.node)[1],
+            replace(memory, copies=memory.copies + held),
+            stays=stays + held,
+            pushed=pushed + held,
+        )
+        left = parts.total_of(leaving_parts(config, moves=placement.moves))
+        yield from _left_plan(name, device, left, placement)
+
+
+def _servers(
+    config: RunConfig, shape: ModelShape, placement: Placement
+) -> Iterator[ProcessPlan]:
     for number, devices in enumerate(placement.engines):
-        stages = not placement.is_colocated
-        slots = caches * config.rollout.slots
-        memory = engine_memory(config, shape, engine, slots, devices, stages=stages)
+        role = engine_role(config)
+        memory = server_memory(
+            config, shape, role, devices, stages=not placement.is_colocated
+        )
         graphs = graph_bytes(config, shape, devices[0].name)
         memory = replace(memory, micro_batch=memory.micro_batch + graphs)
-        add(f"engine-{number}", "engine", devices, memory, graphs)
+        for part, device in enumerate(devices):
+            yield ProcessPlan(
+                f"engine-{number}/{part}" if part else f"engine-{number}",
+                "engine",
+                placement.label(device),
+                threads_on(config, placement, device.node)[0],
+                memory,
+                stays=graphs,
+                pushed=memory.parameters + memory.copies,
+            )
     for name, device in placement.extra.items():
-        memory = _extra_memory(config, shape, placement.extra_servers[name], device)
-        add(name, placement.extra_side(name), (device,), memory)
-    left = _left_servers(config, shape, placement)
-    return (*plans, *left, *held_besides(config, shape, placement))
+        role = placement.roles[name]
+        leaves = placement.leaves(name)
+        memory = server_memory(
+            config, shape, role, (device,), stages=role.serves_policy
+        )
+        yield ProcessPlan(
+            name,
+            "leaving server" if leaves else "server",
+            placement.label(device),
+            threads_on(config, placement, device.node)[0],
+            memory,
+        )
+        left = memory.parameters if leaves else 0
+        yield from _left_plan(name, device, left, placement)
 
 
 def _left_plan(
     name: str, device: NodeDevice, size: int, placement: Placement
-) -> ProcessPlan:
-    """Return the row of what leaves a device: a CPU's parts leave for a file."""
+) -> Iterator[ProcessPlan]:
+    """Yield the row of what leaves a device: a CPU's parts leave for a file."""
     host = placement.label(NodeDevice(device.node, "cpu"))
     where = DISK if device.name == "cpu" else host
-    return ProcessPlan(f"{name}/host", "host", where, 0, Memory(copies=size))
+    if size:
+        yield ProcessPlan(f"{name}/host", "host", where, 0, Memory(copies=size))
 
 
-def _left_servers(
-    config: RunConfig, shape: ModelShape, placement: Placement
-) -> Iterator[ProcessPlan]:
-    for name, device in placement.extra.items():
-        if placement.leaves(name):
-            server = placement.extra_servers[name]
-            memory = _extra_memory(config, shape, server, device)
-            yield _left_plan(name, device, memory.parameters, placement)
-
-
-def _extra_memory(
-    config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice
-) -> Memory:
-    if server.is_remote:
-        return Memory()
-    if server.model is not None:
-        shape = model_shape(server.model.model)
-    if server.engine is None:
-        item = item_bytes(config.model.dtype, device.name)
-        width = 4 * shape.hidden + 3 * shape.active
-        return Memory(
-            parameters=shape.num_parameters * item if server.model else 0,
-            micro_batch=server.batch_tokens * width * item,
-        )
-    facts = ENGINES[server.engine]
-    memory = engine_memory(
-        config, shape, facts, server.slots, (device,), stages=server.takes_weights
-    )
-    length = server.max_length or config.rollout.max_length
-    return replace(memory, kv=memory.kv * length // config.rollout.max_length)
-
-
-def held_besides(
+def _held_besides(
     config: RunConfig, shape: ModelShape, placement: Placement
 ) -> Iterator[ProcessPlan]:
     """Yield what hosts, /dev/shm and the run directory hold besides the processes' own
-    rows.
+    rows. Loading ends before the first checkpoint is written, so a host holds the larger
+    of the two.
     """
     first, *others = placement.trainer
     servers = [
@@ -294,38 +289,33 @@ def held_besides(
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
     saved = saved_bytes(config, shape)
-    held = Counter[tuple[int, HostSide]]({(0, "host"): OWN_BYTES})  # the controller's
-    for device in (*placement.trainer, *servers):
-        held[device.node, "host"] += OWN_BYTES
+    pythons = Counter([0])  # the controller's
+    pythons.update(device.node for device in (*placement.trainer, *servers))
+    loading = Counter[int]()
     # the copy of a checkpoint, which is written during training
+    saving = Counter[int]()
     for rank in placement.trainer:
-        held[rank.node, "saving"] += saved // config.trainer.world_size
-    held[first.node, "saving"] += whole  # final/
+        saving[rank.node] += saved // config.trainer.world_size
+    saving[first.node] += whole  # final/
     if others or first.name != "cpu":  # else the loaded model is the trained one
-        # The critic is loaded once the policy is on its device.
-        runs = [(config, shape), critic_run(config) or (config, shape)]
-        held[first.node, "loading"] += max(
-            loaded_bytes(*run, item_bytes=item) for run in runs
-        )
+        loading[first.node] += loaded_bytes(config, shape, item_bytes=item)
     for server in servers:
         if server.name != "cpu" and config.rollout.engine == "embedded":
-            held[server.node, "loading"] += whole
+            loading[server.node] += whole
     facts = config.weight_sync.facts
     is_file = not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
+    held = [(DISK, "weights", (2 if config.model.scratch else 1) * whole)]
+    held += [(DISK, name, size) for name, size in disk_sizes(config, saved).items()]
     if placement.engines and not placement.is_colocated and is_file:
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
-            held[node, "saving"] += EXPORT_FILES * whole
-        yield ProcessPlan(
-            "weights", "host", SHARED, 0, Memory(copies=EXPORT_FILES * whole)
-        )
-    for (node, side), size in held.items():
+            saving[node] += EXPORT_FILES * whole
+        held.append((SHARED, "weights", EXPORT_FILES * whole))
+    for node, num in pythons.items():
         host = placement.label(NodeDevice(node, "cpu"))
-        named = "python" if side == "host" else side
-        yield ProcessPlan(named, side, host, 0, Memory(copies=size))
-    for name, size in disk_sizes(config, saved).items():
-        yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
-    folders = 2 if config.model.scratch else 1
-    yield ProcessPlan("weights", "host", DISK, 0, Memory(copies=folders * whole))
+        held.append((host, "python", num * OWN_BYTES))
+        held.append((host, "load or save", max(loading[node], saving[node])))
+    for where, name, size in held:
+        yield ProcessPlan(name, "host", where, 0, Memory(copies=size))
 
 
 def size_text(size: int) -> str:
@@ -369,7 +359,7 @@ def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
 def resolve_auto(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config without `auto` in model.dtype and weight_sync.transport, and
     messages. Raises ConfigError.
@@ -409,7 +399,7 @@ def resolve_auto(
 def plan_run(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
+    extra: Mapping[str, Role] | None = None,
 ) -> tuple[Plan, tuple[str, ...]]:
     plan = make_plan(config, nodes, extra)
     share = config.placement.share
@@ -417,8 +407,7 @@ def plan_run(
     if isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
     elif plan.placement.is_colocated:
-        plan = _with_resident_sides(plan, config)
-        plan = _beside_what_stays(plan, config)
+        plan = _share_memory(plan, config)
         fraction = plan.placement.memory_fraction
         part = "" if fraction is None else f", engines with {fraction} of each device"
         stays = "both sides stay"
@@ -447,105 +436,52 @@ def plan_run(
     return plan, tuple(messages)
 
 
-def offload_text(
-    plan: Plan,
-    config: RunConfig,
-    nodes: Sequence[Node],
-    extra: Mapping[str, ExtraServer] | None = None,
-) -> str:
-    """Return a table of the parts of rank 0 that may leave its device, their bytes, and
-    the bytes that the device needs in all by each rule; "" if no rule is possible but
-    auto.
-    """
-    first = plan.placement.trainer[0]
-    device = plan.placement.label(first)
-    sizes = Counter[str]()
-    for one, size in rank_memory(config, plan.shape, first.name).parts.items():
-        sizes[one.key] += size
-    rules: tuple[Rule, ...] = ("auto", "always", "never")
-    lines = list[str]()
-    for key, size in sizes.items():
-        needed = dict[Rule, str]()
-        for rule in rules:
-            # A rule without a use here is refused.
-            with contextlib.suppress(ConfigError):
-                changed, _ = plan_run(_with_rule(config, key, rule), nodes, extra)
-                needed[rule] = size_text(changed.needed_bytes(device))
-        if len(needed) > 1:
-            texts = [size_text(size), *(needed.get(rule, "-") for rule in rules)]
-            lines.append(_offload_row(key, texts))
-    if not lines or not plan.shape.num_parameters:
-        return ""
-    title = _offload_row(f"offload: {device} needs", ["size", *rules])
-    return "\n".join([title, *lines])
-
-
-def _offload_row(name: str, texts: Sequence[str]) -> str:
-    return f"{name:<30} {''.join(f'{text:>12}' for text in texts)}"
-
-
-def _with_rule(config: RunConfig, key: str, rule: Rule) -> RunConfig:
-    part = key.rpartition(".")[2]
-    offload = config.trainer.offload.model_copy(update={part: rule})
-    trainer = config.trainer.model_copy(update={"offload": offload})
-    return config.model_copy(update={"trainer": trainer})
-
-
-def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
-    """Keep both colocated sides in memory if they fit; the engines get what the trainer
-    leaves.
-    """
-    if (
-        config.placement.share is None
-        or config.rollout.memory_keys
-        or not plan.shape.num_parameters
-        or "always" in config.offload_rules.values()
-    ):
-        return plan
-    resident = replace(plan.placement, resident=True)
-    processes = lay_out(config, plan.shape, resident)
-    fraction = 1.0
-    for device in map(resident.label, resident.trainer):
-        free, total = plan.memory[device]
-        sizes = {True: 0, False: 0}
-        for one in processes:
-            if one.device == device and one.threads and one.memory.total:
-                sizes[one.side == "engine"] += one.memory.total + OWN_BYTES
-        others = TRAINER_FACTOR * sizes[False]
-        # They do not fit, or nobody knows: both sides move, which needs less memory.
-        if free is None or total is None or others + ENGINE_FACTOR * sizes[True] > free:
-            return plan
-        # Engines get one fraction for all devices, so their fullest device decides. It
-        # is a fraction of the total memory, as engines count it.
-        if sizes[True]:
-            fraction = min(fraction, (free - others) / total)
-    if resident.is_on_cuda:
-        resident = replace(resident, memory_fraction=round(fraction, 3))
-    return replace(plan, placement=resident, processes=processes)
-
-
-def _beside_what_stays(plan: Plan, config: RunConfig) -> Plan:
-    """Leave the engines of moving sides what the trainer's parts with the rule "never"
-    and extra servers leave of each CUDA device: vLLM takes a fraction of the whole one.
+def _share_memory(plan: Plan, config: RunConfig) -> Plan:
+    """Keep both colocated sides in memory if they fit; the engines get what the others
+    leave of each CUDA device.
     """
     placement = plan.placement
-    if not (placement.moves and placement.is_on_cuda) or config.rollout.memory_keys:
+    may_stay = (
+        config.placement.share is not None
+        and not config.rollout.memory_keys
+        and plan.shape.num_parameters > 0
+        and "always" not in config.offload_rules.values()
+    )
+    if may_stay:
+        resident = replace(placement, resident=True)
+        processes = lay_out(config, plan.shape, resident)
+        both = replace(plan, placement=resident, processes=processes)
+        if all(map(partial(_has_room, both), map(resident.label, resident.trainer))):
+            plan = both
+    if not placement.is_on_cuda or config.rollout.memory_keys:
         return plan
-    fraction = 1.0
-    taken = Counter[str]()
-    for one in plan.processes:
-        if one.side == "trainer" and one.stays:
-            taken[one.device] += int(TRAINER_FACTOR * one.stays) + OWN_BYTES
-        elif one.side in ("extra", "slice"):
-            taken[one.device] += int(ENGINE_FACTOR * one.memory.total) + OWN_BYTES
+    fractions = [1.0]
     for device in map(placement.label, placement.engine_devices):
         free, total = plan.memory.get(device, (None, None))
-        if device in taken and free and total:
-            fraction = min(fraction, max(0.0, free - taken[device]) / total)
-    if fraction == 1.0:
+        taken = plan.taken_bytes(device)
+        # Engines get one fraction for all devices, so their fullest device decides. It
+        # is a fraction of the total memory, as engines count it.
+        if taken and free and total:
+            fractions.append(max(0.001, round((free - taken) / total, 3)))
+    if len(fractions) == 1:
         return plan
-    placement = replace(placement, memory_fraction=max(0.001, round(fraction, 3)))
+    placement = replace(plan.placement, memory_fraction=min(fractions))
     return replace(plan, placement=placement)
+
+
+def _has_room(plan: Plan, device: str) -> bool:
+    """Return whether both sides fit on a device; False if nobody knows: sides that move
+    need less memory.
+    """
+    free, total = plan.memory[device]
+    engines = sum(
+        one.memory.total + OWN_BYTES
+        for one in plan.processes
+        if one.device == device and one.side == "engine" and one.memory.total
+    )
+    if free is None or total is None:
+        return False
+    return plan.taken_bytes(device) + ENGINE_FACTOR * engines <= free
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
@@ -554,7 +490,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    kinds = [server.engine for server in placement.extra_servers.values()]
+    kinds = [server.engine for server in placement.roles.values()]
     if placement.engines and config.rollout.external_urls is None:
         kinds.append(config.rollout.engine)
     for kind in kinds if is_local else ():
@@ -575,11 +511,6 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
             if device == SHARED:
                 way_out = FIT_SHARED
             # An offload would only make a host's shortage worse.
-            elif {one.side for one in held} <= {
-                "controller",
-                "host",
-                "loading",
-                "saving",
-            }:
+            elif {one.side for one in held} == {"host"}:
                 way_out = FIT_HOST
             raise ConfigError(what, rule=RULE, way_out=way_out)

@@ -109,9 +109,9 @@ class Supervisor:
         supervision: Supervision,
         *,
         kind: str | None = None,
-        on_down: Callable[[ComponentError], None] | None = None,
-        on_start: Callable[[], None] | None = None,
-        on_up: Callable[[], None] | None = None,
+        on_down: Callable[[ComponentError], None] = lambda _: None,
+        on_start: Callable[[], None] = lambda: None,
+        on_up: Callable[[], None] = lambda: None,
     ) -> None:
         """`kind` names the processes in events. `on_down` gets each loss, perhaps
         twice; `on_start` is called before new processes start, and `on_up` once they
@@ -351,20 +351,17 @@ class Supervisor:
     def _down(self, lost: ComponentError) -> None:
         """Stop sending calls to the processes. Idempotent."""
         self.is_up = False
-        if self._on_down is not None:
-            self._on_down(lost)
+        self._on_down(lost)
 
     async def _before_start(self) -> None:
         """Forget the old processes' state."""
-        if self._on_start is not None:
-            self._on_start()
+        self._on_start()
 
     async def _bring_back(self) -> None:
         """Restore the old processes' state."""
 
     async def _works_again(self) -> None:
-        if self._on_up is not None:
-            self._on_up()
+        self._on_up()
 
 
 class FirstStart(Supervisor):

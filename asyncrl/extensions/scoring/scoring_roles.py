@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig
-from asyncrl.engines.kinds import ServerOrder, embedded_spec, maker_of
+from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.kinds import (
+    Body,
+    OwnModel,
+    Role,
+    ServerMaker,
+    ServerOrder,
+    embedded_spec,
+    maker_of,
+)
+from asyncrl.extensions.scoring.judge_config import JudgeConfig
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
-from asyncrl.extensions.scoring.reward_model_config import REWARD_BATCH_TOKENS
+from asyncrl.extensions.scoring.reward_model_config import (
+    REWARD_BATCH_TOKENS,
+    RewardModelConfig,
+)
 from asyncrl.extensions.scoring.scoring_rules import (
     judge_of,
     model_of,
@@ -29,8 +42,6 @@ from asyncrl.extensions.scoring.settings import (
 )
 from asyncrl.extensions.scoring.teacher import ServedTeacher, Teacher
 from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS, TeacherConfig
-from asyncrl.job.roles import Launch, Role, launch_of, own_model
-from asyncrl.launch.placement import ExtraServer
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 JUDGE = "judge"
@@ -40,60 +51,49 @@ TEACHER = "teacher"
 
 def roles(config: RunConfig) -> Iterator[Role]:
     """Yield the roles in the order in which they choose devices."""
-    yield from _teacher_roles(config)
-    yield Role(
-        name=JUDGE,
-        launch=_judge_launch,
-        client=_judge_client,
-        placement=_judge_placement,
-        order=_judge_order,
-    )
-    yield Role(
-        name=REWARD,
-        launch=_reward_launch,
-        client=_reward_client,
-        placement=_reward_placement,
-        order=lambda order: replace(order, is_rollout=False, group=None),
-    )
+    found = teachers(config)
+    for number, teacher in enumerate(found):
+        name = f"{TEACHER}-{number}" if len(found) > 1 else TEACHER
+        yield _teacher_role(config, teacher, name)
+    if judges := served_judges(config):
+        yield _judge_role(config, judges)
+    for model in reward_models(config):
+        yield _reward_role(config, model)
 
 
 # ---- teachers
 
 
-def _teacher_roles(config: RunConfig) -> Iterator[Role]:
-    found = teachers(config)
-    for number, teacher in enumerate(found):
-        yield Role(
-            name=f"{TEACHER}-{number}" if len(found) > 1 else TEACHER,
-            launch=partial(_teacher_launch, teacher),
-            client=partial(_order_teacher, teacher),
-            placement=partial(_teacher_placement, teacher),
-            order=partial(_teacher_order, teacher),
-        )
-
-
-def _teacher_placement(teacher: TeacherConfig, config: RunConfig) -> ExtraServer:
-    own = own_model(teacher.path, "teacher.path")
-    return ExtraServer(
-        key=TEACHER,
-        written=TEACHER_DEVICE.of(config.placement),
-        engine=teacher.engine,
-        slots=TEACHER_SLOTS + 1,
-        may_leave=True,
-        model=replace(
-            own,
-            is_remote=teacher.base_url is not None,
-            num_sampled=0 if teacher.is_embedded else 1,
-        ),
+def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
+    own = OwnModel(
+        ModelConfig(path=teacher.path),
+        "teacher.path",
+        is_remote=teacher.base_url is not None,
+        # vLLM samples one token behind each text.
+        num_sampled=0 if teacher.is_embedded else 1,
     )
-
-
-def _teacher_order(teacher: TeacherConfig, order: ServerOrder) -> ServerOrder:
-    order = replace(order, is_rollout=False, serves_policy=False, slots=1, group=None)
+    client = partial(_order_teacher, teacher)
+    maker = replace(maker_of(teacher.engine), client=client)
     if teacher.is_embedded:
-        return order
-    # vLLM samples one token behind each text.
-    return replace(order, slots=TEACHER_SLOTS, max_length=order.max_length + 1)
+        maker = ServerMaker(
+            "asyncrl_servers.scoring.teacher_server", _teacher_spec, client
+        )
+    remote = Caller("", "", "")
+    if teacher.base_url is not None:
+        remote = remote_caller(teacher)
+    return Role(
+        name=name,
+        maker=maker,
+        engine=teacher.engine,
+        model=own,
+        slots=TEACHER_SLOTS + 1 if teacher.is_embedded else TEACHER_SLOTS,
+        max_length=config.rollout.max_length + own.num_sampled,
+        key=TEACHER,
+        device=TEACHER_DEVICE.of(config.placement),
+        may_leave=True,
+        url=remote.url,
+        secret=remote.secret,
+    )
 
 
 def remote_caller(teacher: TeacherConfig) -> Caller:
@@ -102,14 +102,8 @@ def remote_caller(teacher: TeacherConfig) -> Caller:
     return Caller(TEACHER, url, os.environ.get(teacher.key_variable or "", ""))
 
 
-def _teacher_launch(teacher: TeacherConfig, order: ServerOrder) -> Launch:
-    if teacher.base_url is not None:
-        remote = remote_caller(teacher)
-        return Launch("", {}, url=remote.url, secret=remote.secret)
-    if not teacher.is_embedded:
-        return launch_of(order, teacher.engine)
-    spec = embedded_spec(order) | {"score_slots": TEACHER_SLOTS}
-    return Launch("asyncrl_servers.scoring.teacher_server", spec)
+def _teacher_spec(order: ServerOrder) -> Body:
+    return embedded_spec(order) | {"slots": 1, "score_slots": TEACHER_SLOTS}
 
 
 def _order_teacher(
@@ -141,59 +135,52 @@ def teacher_client(
 # ---- a judge
 
 
-def _judge_placement(config: RunConfig) -> ExtraServer | None:
-    if not served_judges(config):
-        return None
-    judge = served_judges(config)[0]
-    return ExtraServer(
-        key="judge",
-        written=JUDGE_DEVICE.of(config.placement),
-        engine=judge.engine,
-        slots=_judge_slots(config),
-        max_length=judge.max_length,
-        may_leave=True,
-        serves_evals=any(
-            judge_of(one.task) in served_judges(config) for one in config.evals.values()
+def _judge_role(config: RunConfig, judges: Sequence[JudgeConfig]) -> Role:
+    judge = judges[0]
+    maker = maker_of(judge.engine)
+    return Role(
+        name=JUDGE,
+        maker=replace(
+            maker,
+            spec=lambda order: maker.spec(_with_own_tokenizer(order)),
+            client=partial(_judge_client, maker),
         ),
-        model=own_model(
-            judge.model,
+        engine=judge.engine,
+        model=OwnModel(
+            ModelConfig(path=judge.model),
             "task.reward.judge.model",
             reads_token_ids=False,
         ),
+        slots=max(judge.max_concurrent for judge in judges),
+        max_length=judge.max_length,
+        key=JUDGE,
+        device=JUDGE_DEVICE.of(config.placement),
+        may_leave=True,
+        serves_evals=any(judge_of(one.task) in judges for one in config.evals.values()),
     )
 
 
-def _judge_slots(config: RunConfig) -> int:
-    return max(judge.max_concurrent for judge in served_judges(config))
+def _with_own_tokenizer(order: ServerOrder) -> ServerOrder:
+    # The name of a special token in a completion stays text: it ends no turn.
+    tokenizer = HFChatTokenizer(order.model_path, parse_special_tokens=False)
+    return replace(order, tokenizer=tokenizer)
 
 
-def _judge_order(order: ServerOrder) -> ServerOrder:
-    return replace(
-        order,
-        is_rollout=False,
-        serves_policy=False,
-        slots=_judge_slots(order.config),
-        max_length=served_judges(order.config)[0].max_length,
-        # The name of a special token in a completion stays text: it ends no turn.
-        tokenizer=HFChatTokenizer(order.model_path, parse_special_tokens=False),
-        group=None,
-    )
-
-
-def _judge_launch(order: ServerOrder) -> Launch:
-    return launch_of(order, served_judges(order.config)[0].engine)
-
-
-def _judge_client(order: ServerOrder, caller: Caller) -> ServedJudge:
+def _judge_client(
+    maker: ServerMaker, order: ServerOrder, caller: Caller
+) -> ServedJudge:
+    order = _with_own_tokenizer(order)
     tokenizer = order.tokenizer
+    engine = maker.client(order, caller)
+    assert isinstance(engine, EngineClient)
     return ServedJudge(
-        maker_of(served_judges(order.config)[0].engine).client(order, caller),
+        engine,
         caller,
         lambda text: tokenizer.encode(
             tokenizer.render([{"role": "user", "content": text}])
         ),
         tokenizer.decode,
-        places=order.slots,
+        places=order.role.slots,
         on_lost=order.on_lost,
     )
 
@@ -201,25 +188,33 @@ def _judge_client(order: ServerOrder, caller: Caller) -> ServedJudge:
 # ---- the reward model
 
 
-def _reward_placement(config: RunConfig) -> ExtraServer | None:
-    if not reward_models(config):
-        return None
-    (model,) = reward_models(config)
-    return ExtraServer(
-        key="reward",
-        written=REWARD_DEVICE.of(config.placement),
-        model=own_model(model.path, "task.reward.model.path", reads_token_ids=False),
+def _reward_role(config: RunConfig, model: RewardModelConfig) -> Role:
+    return Role(
+        name=REWARD,
+        maker=ServerMaker(
+            "asyncrl_servers.scoring.reward_model",
+            partial(_reward_spec, model),
+            lambda order, caller: RewardModelClient(
+                caller, model, on_lost=order.on_lost
+            ),
+        ),
+        model=OwnModel(
+            ModelConfig(path=model.path),
+            "task.reward.model.path",
+            reads_token_ids=False,
+        ),
         batch_tokens=REWARD_BATCH_TOKENS,
+        key=REWARD,
+        device=REWARD_DEVICE.of(config.placement),
         may_leave=True,
         serves_evals=any(model_of(one.task) for one in config.evals.values()),
     )
 
 
-def _reward_launch(order: ServerOrder) -> Launch:
-    (model,) = reward_models(order.config)
+def _reward_spec(model: RewardModelConfig, order: ServerOrder) -> Body:
     text = (order.model_path / "config.json").read_text(encoding="utf-8")
     architecture = json.loads(text)
-    spec = {
+    return {
         "name": order.name,
         "model_path": str(order.model_path),
         "dtype": order.config.model.dtype,
@@ -230,9 +225,3 @@ def _reward_launch(order: ServerOrder) -> Launch:
         "batch_tokens": REWARD_BATCH_TOKENS,
         "aside_dir": str(order.run_dir),
     }
-    return Launch("asyncrl_servers.scoring.reward_model", spec)
-
-
-def _reward_client(order: ServerOrder, caller: Caller) -> RewardModelClient:
-    (model,) = reward_models(order.config)
-    return RewardModelClient(caller, model, on_lost=order.on_lost)

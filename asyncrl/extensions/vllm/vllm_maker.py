@@ -6,7 +6,7 @@ import secrets
 
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.kinds import Body, EngineMaker, ServerOrder, model_spec
+from asyncrl.engines.kinds import Body, ServerMaker, ServerOrder, model_spec
 from asyncrl.extensions.vllm.settings import ARGUMENTS, TENSOR_PARALLEL
 from asyncrl.extensions.vllm.vllm_process import START_FACTOR, VllmRequirements
 from asyncrl.extensions.vllm.vllm_server import CANARY_TOKENS, VllmServer
@@ -19,19 +19,20 @@ def _vllm_spec(order: ServerOrder) -> Body:
     config = order.config
     rollout = config.rollout
     lora = config.trainer.lora
-    args = dict(ARGUMENTS.of(rollout)) if order.serves_policy else {}
+    args = dict(ARGUMENTS.of(rollout)) if order.role.serves_policy else {}
     if order.share is not None:
         args["gpu_memory_utilization"] = order.share
     is_told_to_sleep = {"enable-sleep-mode", "enable_sleep_mode"} & args.keys()
-    if order.moves and order.is_rollout and not is_told_to_sleep:
+    if order.moves and not is_told_to_sleep:
         # vLLM allocates weights and cache in memory that it can free only if it was
         # started so.
         args["enable_sleep_mode"] = True
     return model_spec(order) | {
         "deterministic": config.is_deterministic(order.device),
-        "tensor_parallel": TENSOR_PARALLEL.of(rollout) if order.is_rollout else 1,
-        "has_adapters": config.weight_sync.facts.sends_adapters and order.serves_policy,
-        "fits_slots": not order.serves_policy,
+        "tensor_parallel": TENSOR_PARALLEL.of(rollout) if order.role.is_rollout else 1,
+        "has_adapters": config.weight_sync.facts.sends_adapters
+        and order.role.serves_policy,
+        "fits_slots": not order.role.serves_policy,
         "returns_supports": order.returns_supports,
         "lora_rank": 1 if lora is None else lora.rank,
         "args": args,
@@ -52,8 +53,8 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
     needed = VllmRequirements(
         model_path=str(order.model_path),
         dtype=config.model.dtype,
-        slots=order.slots,
-        max_length=order.max_length,
+        slots=order.role.slots,
+        max_length=order.role.max_length,
         end_ids=tuple(sorted(tokenizer.end_ids)),
         special_ids={name: number for name, number in special.items() if name},
         stays=order.stays,
@@ -68,6 +69,6 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
     return VllmServer(caller, needed, broadcast_group=order.group)
 
 
-MAKER = EngineMaker(
+MAKER = ServerMaker(
     "asyncrl_servers.vllm", _vllm_spec, _vllm_client, START_FACTOR, CANARY_TOKENS
 )
