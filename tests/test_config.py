@@ -257,8 +257,6 @@ def test_a_boolean_for_a_number_is_named_with_its_key(good: Path) -> None:
     message = refusal(good, "trainer.num_steps=true", "trainer.betas=[0.9, yes]")
     assert "trainer.num_steps='true' on" in message
     assert "trainer.betas.1='true' on" in message
-    latency = ["rollout.engine=simulated", "rollout.simulated.sigma=true"]
-    assert "rollout.simulated.sigma='true' on" in refusal(good, *latency)
 
 
 def test_config_is_read_from_a_pipe(good: Path) -> None:

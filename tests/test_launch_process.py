@@ -209,7 +209,12 @@ def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
     assert {*PRELOADED} <= {*forked_processes.MODULES}
     with Path(os.devnull).open("r+b") as nowhere:
         files = [nowhere.fileno()] * 3
-        arguments = ("asyncrl_servers.simulated", ["--help"], dict(os.environ), files)
+        arguments = (
+            "asyncrl_servers.embedded.__main__",
+            ["--help"],
+            dict(os.environ),
+            files,
+        )
         child = ForkServerProcess(target=fork_server.run, args=arguments)
         forked_processes.warm_parent().start(child, files)
     (process,) = filter(is_fork_server, psutil.Process().children())

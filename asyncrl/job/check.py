@@ -104,7 +104,6 @@ GET_CONFIG = (
     "Way out: `hf download OWNER/NAME config.json --local-dir FOLDER` where the hub answers; "
     "with --devices, model.path=FOLDER is enough."
 )
-SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 
 
 @dataclass(slots=True, eq=False)
@@ -383,8 +382,6 @@ def validate(
     for algorithm in algorithms:
         resolve(algorithm)
     found = Found()
-    if not config.rollout.facts.has_model:
-        found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
     found.lines += all_of("check", config)
     _check_support(config, found)
