@@ -1,4 +1,4 @@
-"""Read-only queries for resumes and `inspect`. Everything here blocks."""
+"""All read-only queries of a journal. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.schema import (
@@ -32,11 +32,14 @@ from asyncrl.messages.records import (
     Group,
     GroupId,
     Prompt,
+    Rollout,
     Ticket,
     UnfinishedGroup,
     task_of,
 )
 
+Snapshot: TypeAlias = sqlite3.Connection
+"""What reading() yields."""
 MAX_EVENTS = 1000
 BEGINNING: dict[str, Any] = {
     "version": 0,
@@ -358,7 +361,66 @@ def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None
     return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at in rows}
 
 
-# ---- for `asyncrl inspect --json`: plain values
+def has_groups(connection: Snapshot) -> bool:
+    """Return whether a group was ever admitted."""
+    return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
+
+
+def count_trained(connection: Snapshot) -> int:
+    # A journal that was begun after a checkpoint has no batches before that version.
+    query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
+    (num,) = connection.execute(query).fetchone()
+    return int(num)
+
+
+# ---- for exports
+
+
+class FinishedGroup(NamedTuple):
+    """`messages`: of the prompt; None: the tokens are deleted. `min_version`: older
+    tokens had no loss.
+    """
+
+    group_id: int
+    prompt_id: str
+    messages: list[dict[str, str]] | None
+    min_version: int
+    rollouts: Mapping[int, Rollout]
+
+
+def finished_groups(path: Path) -> Iterator[FinishedGroup]:
+    """Yield the groups that have all their rewards. Raises JournalError."""
+    query = (
+        "SELECT group_id, prompt_id, coalesce(messages, 'null'),"
+        " coalesce(iif(mask_older, min_version, 0), 0)"
+        " FROM groups LEFT JOIN batch_groups USING (group_id) LEFT JOIN batches USING (version)"
+        " WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1"
+    )
+    with reading(path) as connection:
+        for group_id, prompt_id, messages, min_version in connection.execute(query):
+            rollouts = rollouts_of(connection, group_id)
+            prompt = json.loads(messages)
+            yield FinishedGroup(group_id, prompt_id, prompt, min_version, rollouts)
+
+
+# ---- for reports, and as plain values for `asyncrl inspect --json`
+
+
+def failure_counts(connection: Snapshot) -> list[tuple[str, int]]:
+    """Return the reasons of failed rollouts, and how many have each."""
+    query = "SELECT why, count(*) FROM failures GROUP BY why"
+    return connection.execute(query).fetchall()
+
+
+def dated_events(connection: Snapshot) -> list[tuple[int, str, dict[str, Any]]]:
+    """Return the events, each after the number of batches that were taken before it."""
+    query = (
+        "SELECT (SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= s), what, detail"
+        " FROM events ORDER BY id"
+    )
+    rows = connection.execute(query)
+    return [(num_taken, what, json.loads(detail)) for num_taken, what, detail in rows]
+
 
 _GROUP = (
     "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
