@@ -66,7 +66,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
     "verifiers": {},
     "vllm": {
         "asyncrl/config/other_names.py": "names in other frameworks",
-        "asyncrl/job/check.py": "a way out, a column of models/support.csv",
+        "asyncrl/job/check/model_check.py": "a way out, a column of models/support.csv",
         "asyncrl/models/rope_lengths.py": "a way out",
         "asyncrl/models/support.py": "a column of models/support.csv",
         "asyncrl/trainer/model/model_trial.py": "a way out",

@@ -187,7 +187,7 @@ def test_a_start_imports_neither_torch_twice_nor_what_it_does_not_use() -> None:
 import sys
 import asyncrl.job.loop
 from asyncrl.config import load_config
-from asyncrl.job.check import validate
+from asyncrl.job.check.config_check import validate
 validate(load_config({str(CONFIGS / "quickstart.yaml")!r}))
 unused = {{"torch", "transformers.models", "peft", "fastapi"}} & {{*sys.modules}}
 assert not unused, unused

@@ -22,7 +22,7 @@ from asyncrl.base.errors import ComponentError
 from asyncrl.base.extensions import Extension, extensions
 from asyncrl.config import RunConfig
 from asyncrl.engines.role_client import RoleClient
-from asyncrl.job.check import check_lines
+from asyncrl.job.check.config_check import check_lines
 from asyncrl.job.roles import EVAL_ENGINE, ROLES, Launch, Role, roles_of
 from asyncrl.job.servers import RoleServer
 from asyncrl.launch.machine import single_node
