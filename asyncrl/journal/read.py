@@ -23,12 +23,12 @@ from asyncrl.journal.schema import (
     cannot_use,
     connect,
     damaged,
-    failures_of,
-    partials_of,
-    rollouts_of,
+    decode_partial,
+    decode_trajectory,
 )
 from asyncrl.messages.records import (
     Batch,
+    Completion,
     Group,
     GroupId,
     Prompt,
@@ -210,6 +210,38 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     )
 
 
+def rollouts_of(connection: Snapshot, group_id: int) -> dict[int, Rollout]:
+    query = (
+        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ?"
+        " ORDER BY sample_index, branch"
+    )
+    found: dict[int, Rollout] = {}
+    for index, branch, blob in connection.execute(query, (group_id,)):
+        found[index] = (
+            *found.get(index, ()),
+            decode_trajectory(blob, group_id, index, branch),
+        )
+    return found
+
+
+def failures_of(connection: Snapshot, group_id: int) -> dict[int, tuple[int, str]]:
+    query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
+    return {
+        index: (attempts, why)
+        for index, attempts, why in connection.execute(query, (group_id,))
+    }
+
+
+def partials_of(
+    connection: Snapshot, group_id: int
+) -> dict[int, tuple[int, Completion]]:
+    query = "SELECT sample_index, attempt, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
+    return {
+        index: (attempt, decode_partial(blob, group_id, index))
+        for index, attempt, blob in connection.execute(query, (group_id,))
+    }
+
+
 def costs_of(connection: sqlite3.Connection) -> dict[str, float]:
     row = connection.execute(
         "SELECT value FROM meta WHERE key = ?", (COSTS,)
@@ -381,7 +413,7 @@ class FinishedGroup(NamedTuple):
     tokens had no loss.
     """
 
-    group_id: int
+    group_id: GroupId
     prompt_id: str
     messages: list[dict[str, str]] | None
     min_version: int
@@ -400,7 +432,9 @@ def finished_groups(path: Path) -> Iterator[FinishedGroup]:
         for group_id, prompt_id, messages, min_version in connection.execute(query):
             rollouts = rollouts_of(connection, group_id)
             prompt = json.loads(messages)
-            yield FinishedGroup(group_id, prompt_id, prompt, min_version, rollouts)
+            yield FinishedGroup(
+                GroupId(group_id), prompt_id, prompt, min_version, rollouts
+            )
 
 
 # ---- for reports, and as plain values for `asyncrl inspect --json`
