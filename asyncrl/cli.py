@@ -288,7 +288,7 @@ def check(
       asyncrl check configs/quickstart.yaml trainer.num_steps=100
       asyncrl check configs/gsm8k-qwen3-0.6b-1gpu.yaml --devices 1xRTX4090-24GB --cores 16 --memory 64GB
     """
-    from asyncrl.job.check import check_lines
+    from asyncrl.job.check.config_check import check_lines
     from asyncrl.launch.launchers import opened
     from asyncrl.launch.machine import described_nodes
 

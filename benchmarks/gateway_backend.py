@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from asyncrl_simulated.simulated_engine import SimulatedEngine, SimulatedSpec
 from engine_replies import ask
 from pydantic_core import from_json
 
@@ -29,7 +30,6 @@ from asyncrl.messages.codec import Sampled
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.engine_routes import engine_routes
-from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 
 class TextEngine(SimulatedEngine):

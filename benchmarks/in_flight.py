@@ -262,7 +262,7 @@ class Controller:
             "decode_step_s": self.num / RATE / MEAN_TOKENS,
         }
         child, caller = await stack.enter_async_context(
-            child_server(name, "asyncrl_servers.simulated", spec, self.folder)
+            child_server(name, "asyncrl_simulated.simulated_engine", spec, self.folder)
         )
         await caller.get("/health", EngineHealth, timeout_s=60)
         self.children.append(child)

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from engine_replies import ask
+from sync_reference import SyncParts, sync_reference
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.kinds import embedded_spec, engine_role
@@ -40,7 +41,6 @@ from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import build_task
-from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model.model_folder import make_model_folder
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups

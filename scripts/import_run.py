@@ -15,7 +15,6 @@ CONTROLLER = (
 )
 LATER = (
     "asyncrl.observe.report_page",
-    "matplotlib.figure",
     "tensorboard.summary.writer.event_file_writer",
 )
 MODEL = "transformers.models.qwen3.modeling_qwen3"

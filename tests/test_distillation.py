@@ -46,7 +46,7 @@ from asyncrl.base.http import Caller, Refused
 from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchConfig
 from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
-from asyncrl.job.check import find_models
+from asyncrl.job.check.model_check import find_models
 from asyncrl.job.run_export import export_run
 from asyncrl.launch.memory import disk_sizes
 from asyncrl.messages.records import Rollout

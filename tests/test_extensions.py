@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
     "verifiers": {},
     "vllm": {
         "asyncrl/config/other_names.py": "names in other frameworks",
-        "asyncrl/job/check.py": "a way out, a column of models/support.csv",
+        "asyncrl/job/check/model_check.py": "a way out, a column of models/support.csv",
         "asyncrl/models/rope_lengths.py": "a way out",
         "asyncrl/models/support.py": "a column of models/support.csv",
         "asyncrl/trainer/model/model_trial.py": "a way out",
@@ -278,7 +280,7 @@ def test_engine_kind_of_a_package_is_one_like_others(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
-        ["embedded", "simulated", "beep"],
+        ["embedded", "beep"],
         ["embedded"],
         "embedded or beep",
         {"acme_pager.beep": "acme_pager.beep"},
@@ -490,13 +492,24 @@ def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
     assert says in done.stderr
 
 
-# ---- the example
+# ---- packages of this repository
+
+
+def test_simulated_engine_is_found_as_its_installation_declares_it() -> None:
+    folder = ROOT / "benchmarks"
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    (found,) = metadata.distributions(name=project["name"], path=[str(folder)])
+    assert found.version == project["version"]
+    points = {point.name: point.value for point in found.entry_points}
+    assert points == project["entry-points"]["asyncrl.extensions"]
 
 
 @pytest.mark.slow
 def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "examples/extension", source)
+    simulated = tmp_path / "simulated"
+    shutil.copytree(ROOT / "benchmarks", simulated)
     venv = (sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     subprocess.run(venv, check=True)
     (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
@@ -515,9 +528,10 @@ def test_example_is_installed_used_and_removed(tmp_path: Path) -> None:
         )
 
     offline = ("--no-deps", "--no-index", "--no-build-isolation")
-    done = inside("pip", "install", *offline, source)
+    done = inside("pip", "install", *offline, source, simulated)
     assert done.returncode == 0, done.stderr
     assert "tries 1.0 of asyncrl-tries" in inside("asyncrl", "extensions").stdout
+    assert "simulated 1.0 of" in inside("asyncrl", "extensions").stdout
     engine = ("rollout.engine=fixed", "rollout.fixed_tokens=7")
     two = (QUICKSTART, "generator.tries=2", "rollout.max_prompt_tokens=40", *engine)
     few = ("trainer.num_steps=2", "observe.trackers=[csv]")

@@ -22,7 +22,7 @@ from trainer_cases import batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import AlgorithmConfig, RunConfig, load_config
-from asyncrl.job.check import validate
+from asyncrl.job.check.config_check import validate
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import Credit, GroupId, SessionRules, Trajectory, task_of
 from asyncrl.rollouts.rollout import (

@@ -440,19 +440,15 @@ version on the device.
 """
 
 
-@pytest.mark.parametrize("engine", ["embedded", "vllm", "simulated"])
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("transport", ["auto", *FILES, "lora", "nccl", "ipc"])
 def test_transport_works_between_these_sides_or_is_refused(
     engine: str, sides: str, transport: str
 ) -> None:
     num_cuda, settings, auto, working, holding = SIDES[sides]
-    if engine == "simulated" and num_cuda and "placement=" in str(settings):
-        pytest.skip("it shares no device")
     if engine == "vllm" and sides == "the CPU time-shared":
         pytest.skip("vLLM does not sleep on a CPU")
-    if engine == "simulated":
-        auto, working, holding = "shm", FILES, []
     there = single_node(machine(num_cuda))
     given = [
         f"weight_sync.transport={transport}",

@@ -48,7 +48,7 @@ from asyncrl.engines.role_client import RoleClient, annotate_by
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
 from asyncrl.extensions.scoring.scoring_rules import model_of
-from asyncrl.job.check import check_lines, validate
+from asyncrl.job.check.config_check import check_lines, validate
 from asyncrl.launch.machine import single_node
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.tasks import TaskScorer, build_task

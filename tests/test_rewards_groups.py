@@ -26,7 +26,7 @@ from scorer_cases import PROMPT, TOKENIZER, make_scorer
 
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import TaskConfig
-from asyncrl.job.check import try_reward
+from asyncrl.job.check.reward_trial import try_reward
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import group_story, read_resume
 from asyncrl.messages.records import (

@@ -37,7 +37,7 @@ from asyncrl.extensions.scoring.judge import (
     retry_after_s,
 )
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
-from asyncrl.job.check import validate
+from asyncrl.job.check.config_check import validate
 from asyncrl.journal.read import read_resume
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task

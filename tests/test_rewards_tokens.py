@@ -16,7 +16,7 @@ from scorer_cases import PROMPT, make_scorer, sampled
 from asyncrl.base.errors import RewardFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.buffer.buffer import rewards_of
-from asyncrl.job.check import try_reward
+from asyncrl.job.check.reward_trial import try_reward
 from asyncrl.messages.records import Batch, Completion, Credit, Group, GroupId, Outcome
 from asyncrl.observe.samples import shown
 from asyncrl.rollouts.rollout import (

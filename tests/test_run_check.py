@@ -27,7 +27,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_object
 from asyncrl.config import load_config
 from asyncrl.config.load import load_any
-from asyncrl.job.check import check_lines, validate
+from asyncrl.job.check.config_check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.job.resume import _refuse_changes
@@ -179,7 +179,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -222,7 +221,7 @@ NOT_FOLLOWED = {
     "agents/endpoint/gateway.py": "the port of another program",
     "agents/harness.py": "an agent reads the answer, in a rollout",
     "algorithms/advantages.py": "a function returns no advantages, in a step",
-    "job/check.py": "a teacher with few tokens",
+    "job/check/model_check.py": "a teacher with few tokens",
     "job/evaluate.py": "asyncrl eval, which would score",
     "job/sample_export.py": "a run that has deleted its tokens",
     "extensions/scoring/judge.py": "an endpoint that answers",
@@ -386,7 +385,7 @@ def test_ways_out_of_the_first_gpu_run_need_no_new_run() -> None:
 def test_check_shows_the_first_prompt_and_its_rewards(
     reward: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.job.check.TRIAL_S", 0.5)
+    monkeypatch.setattr("asyncrl.job.check.reward_trial.TRIAL_S", 0.5)
     config = load_config(
         write_config(here, task={**FILES, "reward": reward, "shuffle": False})
     )

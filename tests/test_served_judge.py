@@ -27,7 +27,7 @@ from asyncrl.engines.kinds import ServerOrder
 from asyncrl.extensions.scoring.judge import Judge
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
 from asyncrl.extensions.scoring.served_judge import ServedJudge
-from asyncrl.job.check import validate
+from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

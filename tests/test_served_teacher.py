@@ -25,7 +25,7 @@ from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.extensions.scoring.scoring_check import reach_teachers
 from asyncrl.extensions.scoring.teacher import ServedTeacher
-from asyncrl.job.check import validate
+from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import NO_DEVICE, place

@@ -23,7 +23,7 @@ from asyncrl.base.extensions import Extension, extensions
 from asyncrl.config import RunConfig
 from asyncrl.engines.kinds import Role, ServerMaker, engine_role
 from asyncrl.engines.role_client import RoleClient
-from asyncrl.job.check import check_lines
+from asyncrl.job.check.config_check import check_lines
 from asyncrl.job.roles import extra_servers
 from asyncrl.job.servers import RoleServer
 from asyncrl.launch.machine import single_node

@@ -13,7 +13,7 @@ from job_runs import CONFIG
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.job.check import validate
+from asyncrl.job.check.config_check import validate
 
 ROWS = [{"prompt": f"What is {n}?", "answer": str(n)} for n in range(300)]
 TENTH = {"eval": 0.1}

@@ -43,7 +43,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import CallRefused, Refused
 from asyncrl.config import RunConfig
 from asyncrl.config.load import checked
-from asyncrl.job.check import find_models
+from asyncrl.job.check.model_check import find_models
 from asyncrl.launch.memory import saved_bytes, trainer_memory
 from asyncrl.launch.model_sizes import model_shape
 from asyncrl.messages.tokens import Tokens

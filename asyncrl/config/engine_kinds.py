@@ -21,7 +21,6 @@ ENGINES: dict[str, EngineCapabilities] = {
         forward_tokens=1024,
         logit_copies=7,
     ),
-    "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
 }
 
 

@@ -17,7 +17,6 @@ from asyncrl.config.fields import (
     PositiveFraction,
     SampledConfig,
 )
-from asyncrl.messages.engine_api import LatencyModel
 from asyncrl.messages.sampling import CUTS
 
 T = TypeVar("T")
@@ -59,10 +58,8 @@ class RolloutConfig(SampledConfig):
     """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
     engine: EngineKind = "embedded"
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's server
-    (docs/engines.md). simulated: a latency model, for load tests.
+    (docs/engines.md).
     """
-    simulated: LatencyModel = LatencyModel()
-    """Latencies and completion lengths of the simulated engine."""
     slots: Count = 64
     """Sequences that one engine decodes at once."""
     max_tokens: Count = 256

@@ -64,7 +64,7 @@ class RunConfig(JobConfig):
     command: ClassVar = "run"
     tag: ClassVar = "reinforcement-learning"
     job: ClassVar = "asyncrl.job.loop:Job"
-    check: ClassVar = "asyncrl.job.check:check_run"
+    check: ClassVar = "asyncrl.job.check.config_check:check_run"
 
     seed: Seed = 0
     """Seed of random weights, the shuffle and every sampled token."""

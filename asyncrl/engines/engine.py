@@ -262,7 +262,7 @@ class EngineClient(ServerClient):
 
 
 class EngineServer(EngineClient):
-    """EngineClient of an embedded or simulated engine.
+    """EngineClient of a server with asyncrl's routes, such as the embedded engine.
 
     Life: connected -> disconnect_nowait() -> reset_nowait(): a new process.
     Waits: calls sleep until the server answers, is gone or is given up. The caller sets

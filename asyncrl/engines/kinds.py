@@ -7,7 +7,6 @@ A new kind is an extension with a row of `engines`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +156,10 @@ def model_spec(order: ServerOrder) -> Body:
     """Return the start arguments of every engine with a model. It sees only its own
     devices.
     """
-    return _size_spec(order) | {
+    return {
+        "name": order.name,
+        "slots": order.slots,
+        "max_length": order.max_length,
         "model_path": str(order.model_path),
         "dtype": order.config.model.dtype,
         "device": order.device.partition(":")[0],
@@ -181,14 +183,6 @@ def embedded_spec(order: ServerOrder) -> Body:
     }
 
 
-def _simulated_spec(order: ServerOrder) -> Body:
-    """A latency model that draws tokens from the model's vocabulary."""
-    model = json.loads((order.model_path / "config.json").read_text(encoding="utf-8"))
-    vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
-    latencies = order.config.rollout.simulated.model_dump(mode="json")
-    return _size_spec(order) | {"vocab_size": vocab_size} | latencies
-
-
 def our_client(order: ServerOrder, caller: Caller) -> EngineServer:
     has_supports = order.config.rollout.facts.reports_supports
     return EngineServer(caller, broadcast_group=order.group, has_supports=has_supports)
@@ -196,7 +190,6 @@ def our_client(order: ServerOrder, caller: Caller) -> EngineServer:
 
 CORE: Mapping[str, ServerMaker] = {
     "embedded": ServerMaker("asyncrl_servers.embedded", embedded_spec, our_client),
-    "simulated": ServerMaker("asyncrl_servers.simulated", _simulated_spec, our_client),
 }
 
 

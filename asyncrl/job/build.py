@@ -27,7 +27,8 @@ from asyncrl.job.agent_runtime import (
     single_turn,
     special_tokens,
 )
-from asyncrl.job.check import check_everything, find_models
+from asyncrl.job.check.config_check import check_everything
+from asyncrl.job.check.model_check import find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components

@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import name_of_config
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.build import make_held_out
-from asyncrl.job.check import check_everything
+from asyncrl.job.check.config_check import check_everything
 from asyncrl.job.lifecycle import Lifecycle, new_run_dir
 from asyncrl.job.run_export import export_run
 from asyncrl.job.serve import make_scorers, open_agents, opened_lifecycle, start_engines

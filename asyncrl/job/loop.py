@@ -34,7 +34,7 @@ from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import run_in_thread, span
 from asyncrl.config import JobConfig
 from asyncrl.job.build import build
-from asyncrl.job.check import check_reports
+from asyncrl.job.check.config_check import check_reports
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import (
     Lifecycle,

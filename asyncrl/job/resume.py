@@ -24,7 +24,7 @@ from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoint_folders import Checkpoint, Checkpoints, set_aside
-from asyncrl.journal.read import ResumeState, reading
+from asyncrl.journal.read import ResumeState, count_trained, has_groups, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import RunLog
@@ -93,7 +93,7 @@ def has_begun(run_dir: Path) -> bool:
     if not journal.exists():
         return False
     with reading(journal) as connection:
-        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
+        return has_groups(connection)
 
 
 def find_resume(
@@ -292,10 +292,7 @@ def has_trained_all(
     num_trained = num_saved
     if (journal := journal_path(run_dir)).exists():
         with reading(journal) as connection:
-            # A journal that was begun after a checkpoint has no batches before that
-            # version.
-            query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
-            num_trained = max(num_saved, *connection.execute(query).fetchone())
+            num_trained = max(num_saved, count_trained(connection))
     summary = read_object(run_dir / SUMMARY_FILE, [])
     if not journal.exists():  # of supervised fine-tuning, perhaps without checkpoints
         num_trained = max(num_saved, int(summary.get("policy_version") or 0))

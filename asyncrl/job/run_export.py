@@ -6,7 +6,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import job_forms, writer_of
 from asyncrl.config.model_config import split_hub_id
 from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_checkpoint
-from asyncrl.journal.read import reading
+from asyncrl.journal.read import FinishedGroup, finished_groups
 from asyncrl.launch.model_sizes import find_architecture
 from asyncrl.observe.run_dir import (
     ID_FILE,
@@ -40,7 +39,6 @@ from asyncrl.observe.run_dir import (
     tell_unknown_kind,
 )
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.trainer.model.model_folder import ModelPin, find_model
 
 if TYPE_CHECKING:
@@ -158,22 +156,26 @@ def check_new_folder(out: Path, run_dir: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def reading_journal(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the journal of a run. Raises ConfigError if there is none."""
+def read_finished(
+    run_dir: Path, tell: Callable[[str], None]
+) -> Iterator[FinishedGroup]:
+    """Yield the finished groups that have their tokens, then tell how many have not.
+    Raises ConfigError, JournalError.
+    """
     path = journal_path(run_dir)
     if not path.is_file():
         raise ConfigError(
             f"{run_dir} has no journal", way_out="name the directory of a run."
         )
-    with reading(path) as connection:
-        yield connection
-
-
-def tell_deleted(num_groups: int, tell: Callable[[str], None]) -> None:
-    if num_groups:
+    num_deleted = 0
+    for group in finished_groups(path):
+        if group.messages is None:  # by journal.keep=checkpoint
+            num_deleted += 1
+        else:
+            yield group
+    if num_deleted:
         tell(
-            f"the tokens of {num_groups} trained groups are deleted; journal.keep=all keeps them"
+            f"the tokens of {num_deleted} trained groups are deleted; journal.keep=all keeps them"
         )
 
 
@@ -287,7 +289,7 @@ def _write_card(
     *,
     adapter: bool,
 ) -> None:
-    """Write README.md, without local paths, and the reward curve."""
+    """Write README.md, without local paths."""
     from huggingface_hub import ModelCard, ModelCardData
 
     config = job.as_run()
@@ -340,11 +342,6 @@ allowed, {oldest:.0f} observed.
     for line in read_evaluations(run_dir, []):
         if line["policy_version"] == version and "eval/reward_mean" in line:
             text += f"\nEvaluation: {line['eval/reward_mean']:.3f}.\n"
-    if steps.values("reward/mean"):
-        write_reward_plot(
-            folder / "reward.png", steps, title=f"reward up to policy_version {version}"
-        )
-        text += "\n![Mean reward of the batches](reward.png)\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
-from asyncrl.job.run_export import (
-    find_trained_model,
-    reading_journal,
-    tell_deleted,
-)
-from asyncrl.journal.schema import rollouts_of
+from asyncrl.job.run_export import find_trained_model, read_finished
 from asyncrl.messages.records import Trajectory
 from asyncrl.observe.run_dir import read_config
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-
-FINISHED = "SELECT group_id, messages FROM groups WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1"
 
 
 def export_samples(
@@ -45,25 +37,20 @@ def export_samples(
     folder, _ = find_trained_model(run_dir, config)
     tokenizer = HFChatTokenizer(folder, chat_template=config.model.chat_template)
     lines = dict[str, None]()
-    num_deleted = 0
-    with reading_journal(run_dir) as connection:
-        for group_id, messages in connection.execute(FINISHED).fetchall():
-            if messages is None:  # by journal.keep=checkpoint
-                num_deleted += 1
+    for group in read_finished(run_dir, tell):
+        for (rollout,) in group.rollouts.values():  # a single turn has one branch
+            text = _text(rollout, tokenizer)
+            is_good = rollout.reward >= min_reward and not rollout.is_truncated
+            # supervised fine-tuning refuses an empty answer
+            if not is_good or not text.strip():
                 continue
-            prompt = json.loads(messages)
-            for rollout in _good(connection, group_id, min_reward):
-                text = _text(rollout, tokenizer)
-                if not text.strip():  # supervised fine-tuning refuses it
-                    continue
-                answer = {"role": "assistant", "content": text}
-                row: dict[str, object] = {
-                    "messages": [*prompt, answer],
-                    "reward": rollout.reward,
-                    "group_id": group_id,
-                }
-                lines[json.dumps(row)] = None  # equal answers of a group count once
-    tell_deleted(num_deleted, tell)
+            answer = {"role": "assistant", "content": text}
+            row: dict[str, object] = {
+                "messages": [*(group.messages or ()), answer],
+                "reward": rollout.reward,
+                "group_id": group.group_id,
+            }
+            lines[json.dumps(row)] = None  # equal answers of a group count once
     if not lines:
         raise ConfigError(
             f"{run_dir} has no whole rollout with a reward of at least {min_reward}",
@@ -73,16 +60,6 @@ def export_samples(
     write_whole(out, "".join(f"{line}\n" for line in lines))
     tell(f"{len(lines)} rollouts: {out}")
     return {"kind": "samples", "num_rollouts": len(lines), "out": str(out)}
-
-
-def _good(
-    connection: sqlite3.Connection, group_id: int, min_reward: float
-) -> Iterator[Trajectory]:
-    """Yield the rollouts that ended by themselves with such a reward."""
-    for branches in rollouts_of(connection, group_id).values():
-        (trajectory,) = branches  # a single turn has one branch
-        if trajectory.reward >= min_reward and not trajectory.is_truncated:
-            yield trajectory
 
 
 def _text(trajectory: Trajectory, tokenizer: HFChatTokenizer) -> str:

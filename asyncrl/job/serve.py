@@ -28,7 +28,7 @@ from asyncrl.job.agent_runtime import (
     model_name,
 )
 from asyncrl.job.build import prepare_model
-from asyncrl.job.check import check_everything
+from asyncrl.job.check.config_check import check_everything
 from asyncrl.job.lifecycle import (
     Lifecycle,
     locked_run_dir,

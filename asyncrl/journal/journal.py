@@ -24,7 +24,13 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from asyncrl.base.errors import JournalError
 from asyncrl.base.waits import waiting
-from asyncrl.journal.read import ResumeState, costs_of, read_note, read_resume
+from asyncrl.journal.read import (
+    ResumeState,
+    costs_of,
+    read_note,
+    read_resume,
+    rollouts_of,
+)
 from asyncrl.journal.schema import (
     COSTS,
     DISK_ERRORS,
@@ -33,7 +39,6 @@ from asyncrl.journal.schema import (
     encode_partial,
     encode_trajectory,
     open_to_write,
-    rollouts_of,
 )
 from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 

@@ -1,4 +1,4 @@
-"""Read-only queries for resumes and `inspect`. Everything here blocks."""
+"""All read-only queries of a journal. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.schema import (
@@ -23,20 +23,23 @@ from asyncrl.journal.schema import (
     cannot_use,
     connect,
     damaged,
-    failures_of,
-    partials_of,
-    rollouts_of,
+    decode_partial,
+    decode_trajectory,
 )
 from asyncrl.messages.records import (
     Batch,
+    Completion,
     Group,
     GroupId,
     Prompt,
+    Rollout,
     Ticket,
     UnfinishedGroup,
     task_of,
 )
 
+Snapshot: TypeAlias = sqlite3.Connection
+"""What reading() yields."""
 MAX_EVENTS = 1000
 BEGINNING: dict[str, Any] = {
     "version": 0,
@@ -207,6 +210,38 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     )
 
 
+def rollouts_of(connection: Snapshot, group_id: int) -> dict[int, Rollout]:
+    query = (
+        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ?"
+        " ORDER BY sample_index, branch"
+    )
+    found: dict[int, Rollout] = {}
+    for index, branch, blob in connection.execute(query, (group_id,)):
+        found[index] = (
+            *found.get(index, ()),
+            decode_trajectory(blob, group_id, index, branch),
+        )
+    return found
+
+
+def failures_of(connection: Snapshot, group_id: int) -> dict[int, tuple[int, str]]:
+    query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
+    return {
+        index: (attempts, why)
+        for index, attempts, why in connection.execute(query, (group_id,))
+    }
+
+
+def partials_of(
+    connection: Snapshot, group_id: int
+) -> dict[int, tuple[int, Completion]]:
+    query = "SELECT sample_index, attempt, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
+    return {
+        index: (attempt, decode_partial(blob, group_id, index))
+        for index, attempt, blob in connection.execute(query, (group_id,))
+    }
+
+
 def costs_of(connection: sqlite3.Connection) -> dict[str, float]:
     row = connection.execute(
         "SELECT value FROM meta WHERE key = ?", (COSTS,)
@@ -358,7 +393,68 @@ def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None
     return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at in rows}
 
 
-# ---- for `asyncrl inspect --json`: plain values
+def has_groups(connection: Snapshot) -> bool:
+    """Return whether a group was ever admitted."""
+    return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
+
+
+def count_trained(connection: Snapshot) -> int:
+    # A journal that was begun after a checkpoint has no batches before that version.
+    query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
+    (num,) = connection.execute(query).fetchone()
+    return int(num)
+
+
+# ---- for exports
+
+
+class FinishedGroup(NamedTuple):
+    """`messages`: of the prompt; None: the tokens are deleted. `min_version`: older
+    tokens had no loss.
+    """
+
+    group_id: GroupId
+    prompt_id: str
+    messages: list[dict[str, str]] | None
+    min_version: int
+    rollouts: Mapping[int, Rollout]
+
+
+def finished_groups(path: Path) -> Iterator[FinishedGroup]:
+    """Yield the groups that have all their rewards. Raises JournalError."""
+    query = (
+        "SELECT group_id, prompt_id, coalesce(messages, 'null'),"
+        " coalesce(iif(mask_older, min_version, 0), 0)"
+        " FROM groups LEFT JOIN batch_groups USING (group_id) LEFT JOIN batches USING (version)"
+        " WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1"
+    )
+    with reading(path) as connection:
+        for group_id, prompt_id, messages, min_version in connection.execute(query):
+            rollouts = rollouts_of(connection, group_id)
+            prompt = json.loads(messages)
+            yield FinishedGroup(
+                GroupId(group_id), prompt_id, prompt, min_version, rollouts
+            )
+
+
+# ---- for reports, and as plain values for `asyncrl inspect --json`
+
+
+def failure_counts(connection: Snapshot) -> list[tuple[str, int]]:
+    """Return the reasons of failed rollouts, and how many have each."""
+    query = "SELECT why, count(*) FROM failures GROUP BY why"
+    return connection.execute(query).fetchall()
+
+
+def dated_events(connection: Snapshot) -> list[tuple[int, str, dict[str, Any]]]:
+    """Return the events, each after the number of batches that were taken before it."""
+    query = (
+        "SELECT (SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= s), what, detail"
+        " FROM events ORDER BY id"
+    )
+    rows = connection.execute(query)
+    return [(num_taken, what, json.loads(detail)) for num_taken, what, detail in rows]
+
 
 _GROUP = (
     "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"

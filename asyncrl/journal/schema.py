@@ -30,7 +30,6 @@ from asyncrl.messages.records import (
     Completion,
     Credit,
     PolicyCall,
-    Rollout,
     Trajectory,
 )
 from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
@@ -412,37 +411,3 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
         raise ValueError(
             f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})"
         ) from error
-
-
-def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
-    query = (
-        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ?"
-        " ORDER BY sample_index, branch"
-    )
-    found: dict[int, Rollout] = {}
-    for index, branch, blob in connection.execute(query, (group_id,)):
-        found[index] = (
-            *found.get(index, ()),
-            decode_trajectory(blob, group_id, index, branch),
-        )
-    return found
-
-
-def failures_of(
-    connection: sqlite3.Connection, group_id: int
-) -> dict[int, tuple[int, str]]:
-    query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
-    return {
-        index: (attempts, why)
-        for index, attempts, why in connection.execute(query, (group_id,))
-    }
-
-
-def partials_of(
-    connection: sqlite3.Connection, group_id: int
-) -> dict[int, tuple[int, Completion]]:
-    query = "SELECT sample_index, attempt, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
-    return {
-        index: (attempt, decode_partial(blob, group_id, index))
-        for index, attempt, blob in connection.execute(query, (group_id,))
-    }

@@ -36,7 +36,6 @@ PRELOADED = (
     "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.ranks.rank_process",
     "asyncrl_servers.embedded.__main__",
-    "asyncrl_servers.simulated",
 )
 TIMEOUT_S = 120.0
 """The first fork awaits imports."""

@@ -30,7 +30,7 @@ from asyncrl.engines.kinds import Role
 from asyncrl.launch.machine import Node
 
 NO_DEVICE = "none"
-"""Device of simulated and external engines."""
+"""Device of external engines, and of engines without a model."""
 
 
 class NodeDevice(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from asyncrl.base.errors import Message
 from asyncrl.messages.records import Count
@@ -14,20 +14,6 @@ Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
 
 WeightKind = Literal["weights", "lora"]
-
-
-class LatencyModel(Message):
-    """rollout.engine=simulated."""
-
-    # `asyncrl keys` prints them
-    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
-
-    decode_step_s: PositiveFloat = 0.002
-    """Seconds of a decode step, regardless of the number of sequences."""
-    mean_tokens: float = Field(default=64.0, ge=1)
-    """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
-    sigma: NonNegativeFloat = 1.0
-    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
 
 
 EnginePart = Literal["weights", "kv"]

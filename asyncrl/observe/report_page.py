@@ -9,7 +9,6 @@ import contextlib
 import gzip
 import json
 import re
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import sections
+from asyncrl.journal.read import failure_counts
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.read_run import read_run
 from asyncrl.observe.run_dir import (
@@ -162,7 +162,7 @@ def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[st
     given = read_settings(folder)
     # A job without engines has no groups, and no journal.
     has_groups = not isinstance(files.config, EnginelessConfig)
-    failures = read_journal(folder, files.problems, _failures) if has_groups else []
+    failed = read_journal(folder, files.problems, failure_counts) if has_groups else []
     settings = _settings(_masked(given.model_dump(mode="json"), "", secrets))
     view: dict[str, object] = {
         "name": folder.resolve().name,
@@ -182,7 +182,7 @@ def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[st
         "timeline": timeline_view(read_timeline(folder, files.problems)),
         "samples": older[::every] + files.samples[-NUM_SAMPLES:],
         "num_samples": len(files.samples),
-        "failures": failures or [],
+        "failures": _failures(failed or []),
         "marks": read_marks(folder),
         "warnings": summary.get("warnings") or files.status.get("warnings") or [],
         "settings": settings,
@@ -282,18 +282,16 @@ def curves_of(steps: Steps) -> dict[str, list[float | None]]:
     }
 
 
-def _failures(connection: sqlite3.Connection) -> list[dict[str, object]]:
+def _failures(failed: Sequence[tuple[str, int]]) -> list[dict[str, object]]:
     """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}
-    for why, num in connection.execute(
-        "SELECT why, count(*) FROM failures GROUP BY why"
-    ):
+    for why, num in failed:
         # Messages name their rollout and its numbers. Without these, the same failure
         # counts as one cause.
-        cause = cause_of(str(why))
+        cause = cause_of(why)
         counts[cause] += num
-        examples.setdefault(cause, str(why)[:2000])
+        examples.setdefault(cause, why[:2000])
     return [
         {"cause": cause, "count": num, "example": examples[cause]}
         for cause, num in counts.most_common(MAX_CAUSES)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import socket
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
@@ -25,7 +24,7 @@ from asyncrl.base.files import cut_at, lines_from_end
 from asyncrl.config import JobConfig, RunConfig
 from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import extensions_of, load_written
-from asyncrl.journal.read import reading
+from asyncrl.journal.read import Snapshot, reading
 from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
 from asyncrl.observe.metrics import is_total
 
@@ -105,7 +104,7 @@ def _reason(error: ValidationError) -> str:
 
 
 def read_journal(
-    run_dir: Path, problems: list[str], read: Callable[[sqlite3.Connection], T]
+    run_dir: Path, problems: list[str], read: Callable[[Snapshot], T]
 ) -> T | None:
     """Return what `read` finds in a snapshot; None, and a problem, without a whole
     journal.

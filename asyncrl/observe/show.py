@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.journal.read import batch_story, group_story, run_story
-from asyncrl.journal.schema import failures_of, partials_of, rollouts_of
+from asyncrl.journal.read import (
+    Snapshot,
+    batch_story,
+    failures_of,
+    group_story,
+    partials_of,
+    rollouts_of,
+    run_story,
+)
 from asyncrl.messages.records import Prompt
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import metric_rows
@@ -342,7 +348,7 @@ def _stories(
     files: RunRecord,
     step: int | None,
     group: int | None,
-    connection: sqlite3.Connection,
+    connection: Snapshot,
 ) -> dict[str, Any]:
     stories: dict[str, Any] = {}
     if group is not None:
@@ -359,7 +365,7 @@ def _stories(
 
 
 def _group_story(
-    connection: sqlite3.Connection, group_id: int, files: RunRecord
+    connection: Snapshot, group_id: int, files: RunRecord
 ) -> dict[str, Any] | None:
     """Return a group with its rollouts in the form of samples."""
     if (story := group_story(connection, group_id)) is None:

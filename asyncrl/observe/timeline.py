@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan
+from asyncrl.journal.read import dated_events
 from asyncrl.observe.run_dir import (
     TIMELINE_FILE,
     TRACE_FILE,
@@ -170,7 +170,7 @@ def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
 
 def read_marks(run_dir: Path) -> list[Mark]:
     """Return resumes and lost processes of the journal, and changed sources, by step."""
-    marks = read_journal(run_dir, [], _marks_of) or []
+    marks = _marks_of(read_journal(run_dir, [], dated_events) or [])
     # no such file, or a damaged one
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         for record in json.loads((run_dir / CODE_FILE).read_bytes()):
@@ -181,16 +181,9 @@ def read_marks(run_dir: Path) -> list[Mark]:
     return sorted(marks)
 
 
-def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
+def _marks_of(events: Iterable[tuple[int, str, dict[str, Any]]]) -> list[Mark]:
     marks: list[Mark] = []
-    for at_s, what, detail in connection.execute(
-        "SELECT s, what, detail FROM events ORDER BY id"
-    ):
-        about = json.loads(detail)
-        # The journal has times and the curves have steps: an event belongs to the
-        # number of batches that were taken before it.
-        query = "SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= ?"
-        (num_taken,) = connection.execute(query, (at_s,)).fetchone()
+    for num_taken, what, about in events:
         if what == "restored":
             # The batches since the checkpoint. They keep their numbers, so the curve
             # shows each step once.

@@ -1,1 +1,1 @@
-"""Virtual clock and synchronous reference loop; shipped for users' tests."""
+"""Virtual clock; shipped for users' tests."""

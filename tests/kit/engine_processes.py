@@ -20,6 +20,8 @@ from forked_processes import popen
 from asyncrl.base.http import SECRET_ENV
 
 SECRET = "a secret for tests"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+"""The folder of the package of the simulated engine."""
 
 
 @dataclass
@@ -40,13 +42,18 @@ class EngineProcess:
 def engine_process(
     kind: str, spec: dict[str, Any], folder: Path
 ) -> Iterator[EngineProcess]:
-    """Start `asyncrl_servers.<kind>` with `spec`; `folder` takes its spec file and log.
-    Killed at the end.
+    """Start the server of a kind with `spec`: `asyncrl_servers.<kind>`, or the simulated
+    engine. `folder` takes its spec file and log. Killed at the end.
 
     Connections wait in the socket's backlog until the server has loaded, so callers
     need not wait for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, SECRET_ENV: SECRET, "HF_HUB_OFFLINE": "1"}
+    module = f"asyncrl_servers.{kind}"
+    if kind == "simulated":
+        module = "asyncrl_simulated.simulated_engine"
+        env["PYTHONPATH"] = f"{BENCHMARKS}:{env.get('PYTHONPATH', '')}"
     spec_file, log = folder / "spec.json", folder / "engine.log"
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with (
@@ -57,13 +64,12 @@ def engine_process(
         command = [
             sys.executable,
             "-m",
-            f"asyncrl_servers.{kind}",
+            module,
             "--spec",
             str(spec_file),
             "--fd",
             str(fd),
         ]
-        env = {**os.environ, SECRET_ENV: SECRET, "HF_HUB_OFFLINE": "1"}
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": output,

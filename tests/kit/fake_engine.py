@@ -10,6 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from asyncrl_simulated.simulated_engine import (
+    SimulatedEngine,
+    SimulatedRun,
+    SimulatedSpec,
+    SimulatedWeights,
+)
 from fake_server import FakeServer
 from pydantic import BaseModel
 
@@ -18,12 +24,6 @@ from asyncrl.messages import codec, engine_api
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl_servers.engine_routes import ServedLink
-from asyncrl_servers.simulated import (
-    SimulatedEngine,
-    SimulatedRun,
-    SimulatedSpec,
-    SimulatedWeights,
-)
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26

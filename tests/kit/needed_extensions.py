@@ -71,6 +71,7 @@ NAMED = {
     "scoring": r"'teacher'|teacher[.=]|TAUGHT|JUDGED|SCORED|distill_|"
     r"reward'?(\.|: \{'?)(judge|model)|placement\.(judge|reward)",
     "sft": r"\bsft\b",
+    "simulated": r"\bsimulated\b",
     "trackers": r"wandb|mlflow|trackio|otlp|opentelemetry|\btraces\b",
     "verifiers": "verifiers|VERIFIED|OWN",
     "vllm": r"\bvllm|\brollout\.(urls|tensor_parallel)\b",

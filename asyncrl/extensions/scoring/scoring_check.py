@@ -14,7 +14,7 @@ from asyncrl.extensions.scoring.reward_client import find_label
 from asyncrl.extensions.scoring.scoring_roles import remote_caller, teacher_client
 from asyncrl.extensions.scoring.scoring_rules import judge_of, reward_models, teachers
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
-from asyncrl.job.check import positions_of
+from asyncrl.job.check.model_check import positions_of
 from asyncrl.launch.model_sizes import read_architecture
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.model_folder import find_on_disk

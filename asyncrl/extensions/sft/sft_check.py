@@ -7,8 +7,9 @@ from typing import Literal
 
 from asyncrl.extensions.sft.demonstrations import read_demonstrations
 from asyncrl.extensions.sft.sft_config import SftConfig
-from asyncrl.job.check import check_model, check_plan, positions_of
-from asyncrl.job.config_warnings import find_warnings
+from asyncrl.job.check.config_check import check_model, check_plan
+from asyncrl.job.check.config_warnings import find_warnings
+from asyncrl.job.check.model_check import positions_of
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import resolve_auto
 

@@ -22,7 +22,7 @@ from asyncrl.extensions.sft.demonstrations import (
 )
 from asyncrl.extensions.sft.sft_config import SftConfig
 from asyncrl.job.build import make_fleet, prepare_model
-from asyncrl.job.check import positions_of
+from asyncrl.job.check.model_check import positions_of
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import has_trained_all, show_done
 from asyncrl.job.trainer_recovery import SupervisedTrainer

@@ -15,21 +15,14 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import whole_folder
 from asyncrl.extensions.trackers.traces import TracedRun, otlp_json
 from asyncrl.job.agent_runtime import model_name
-from asyncrl.job.run_export import check_new_folder, reading_journal, tell_deleted
-from asyncrl.journal.schema import rollouts_of
+from asyncrl.job.run_export import check_new_folder, read_finished
 from asyncrl.messages.records import PolicyCall, Rollout, Trajectory
-from asyncrl.observe.run_dir import read_config
+from asyncrl.observe.run_dir import ID_FILE, read_config
 
 TRAINING_FILE = "training_traces.jsonl"
 """A rollout a line; `trace` is a TrainingTrace of OpenEnv."""
 SPANS_FILE = "spans.otlp.jsonl"
 """A rollout a line, as OTLP's JSON."""
-# Tokens older than min_version had no loss in a batch with mask_older.
-FINISHED = """
-SELECT group_id, prompt_id, messages IS NULL, coalesce(iif(mask_older, min_version, 0), 0)
-FROM groups LEFT JOIN batch_groups USING (group_id) LEFT JOIN batches USING (version)
-WHERE state IN ('ready', 'taken', 'filtered') ORDER BY 1
-"""
 
 
 def export_traces(
@@ -42,24 +35,18 @@ def export_traces(
     out = out.expanduser().resolve()
     check_new_folder(out, run_dir)
     num_rollouts = 0
-    num_deleted = 0
-    with (
-        reading_journal(run_dir) as connection,
-        whole_folder(out) as unfinished,
-    ):
-        (run_id,) = connection.execute(
-            "SELECT value FROM meta WHERE key = 'run_id'"
-        ).fetchone()
-        run = TracedRun(run_id, run_dir.resolve().name, model_name(config))
+    run_id = (run_dir / ID_FILE).read_text(encoding="utf-8").strip()
+    run = TracedRun(run_id, run_dir.resolve().name, model_name(config))
+    with whole_folder(out) as unfinished:
         unfinished.mkdir()
         with (
             (unfinished / TRAINING_FILE).open("w", encoding="utf-8") as training,
             (unfinished / SPANS_FILE).open("w", encoding="utf-8") as spans,
         ):
-            groups = connection.execute(FINISHED).fetchall()
-            for group_id, prompt_id, is_deleted, min_version in groups:
-                num_deleted += is_deleted
-                for index, rollout in rollouts_of(connection, group_id).items():
+            for group_id, prompt_id, _, min_version, rollouts in read_finished(
+                run_dir, tell
+            ):
+                for index, rollout in rollouts.items():
                     line = {
                         "group_id": group_id,
                         "sample_index": index,
@@ -73,10 +60,9 @@ def export_traces(
                     num_rollouts += 1
         if not num_rollouts:
             raise ConfigError(
-                f"{run_dir} has the tokens of no finished group; those of {num_deleted} are deleted",
+                f"{run_dir} has the tokens of no finished group",
                 way_out="set journal.keep=all in the run.",
             )
-    tell_deleted(num_deleted, tell)
     tell(f"{num_rollouts} rollouts: {out}")
     return {"kind": "traces", "num_rollouts": num_rollouts, "out": str(out)}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from asyncrl_simulated.simulated_engine import SimulatedEngine, SimulatedSpec
+
 from asyncrl.base.http import die_with_parent
 from asyncrl_servers.engine_routes import read_spec, serve_engine
-from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 
 class FixedSpec(SimulatedSpec):

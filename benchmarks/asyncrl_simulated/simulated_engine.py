@@ -1,5 +1,5 @@
-"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: engine server with only a
-latency model.
+"""`python -m asyncrl_simulated.simulated_engine --spec FILE --fd N`: engine server with
+only a latency model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pydantic import Field
 from asyncrl.base.http import die_with_parent
 from asyncrl.messages import engine_api
 from asyncrl.messages.codec import Asked, Sampled, spans_between
-from asyncrl.messages.engine_api import CommitResponse, LatencyModel, TransferStats
+from asyncrl.messages.engine_api import CommitResponse, TransferStats
 from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl_servers import engine_routes
 from asyncrl_servers.weight_state import ChunkedPush, WeightState
+from asyncrl_simulated.latency_model import LatencyModel
 
 EPSILON = 1e-9
 

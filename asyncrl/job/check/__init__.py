@@ -1,0 +1,1 @@
+"""What `asyncrl check` prints, and a start refuses."""
