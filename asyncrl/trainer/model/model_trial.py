@@ -4,16 +4,12 @@ engine would.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import version
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -76,38 +72,11 @@ def _architecture(model: ModelConfig, folder: Path) -> Iterator[PreTrainedConfig
             yield scratch_config(scratch.architecture, tokenizer)
 
 
-def _success_file(architecture: PreTrainedConfig, max_length: int) -> Path:
-    """Return the file in the user's cache that notes a successful trial. Its name is a
-    digest of all that a trial depends on.
-    """
-    versions = [version(name) for name in ("asyncrl", "torch", "transformers")]
-    settings = architecture.to_json_string(use_diff=False)
-    depends_on = json.dumps([settings, max_length, sys.version, versions])
-    found = hashlib.sha256(depends_on.encode())
-    # A checkout keeps its version while its code changes.
-    for package in ("asyncrl_servers.embedded", "asyncrl.models"):
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None
-        for source in sorted(Path(spec.origin).parent.glob("*.py")):
-            found.update(source.read_bytes())
-    digest = found.hexdigest()
-    # Not Path.expanduser(), which raises an error for a user without a home.
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    return Path(cache, "asyncrl", "trials", digest)
-
-
 def try_engine(key: str, model: ModelConfig, folder: Path, max_length: int) -> None:
     """Start an embedded engine on a small random model with each kind of layer, up to
-    its first request. Raises ConfigError if it refuses. `key`: setting of the engine. A
-    trial that has succeeded is not repeated on this machine.
+    its first request. Raises ConfigError if it refuses. `key`: setting of the engine.
     """
     disable_progress_bar()
-    with _architecture(model, folder) as architecture:
-        success = _success_file(architecture, max_length)
-    # Not Path.exists(), which raises an error for a folder that may not be read.
-    if os.path.exists(success):  # noqa: PTH110
-        return
     with tempfile.TemporaryDirectory(prefix="asyncrl-trial-") as made:
         with _architecture(model, folder) as architecture:
             probe_model(architecture, torch.device("cpu")).save_pretrained(made)
@@ -138,9 +107,6 @@ def try_engine(key: str, model: ModelConfig, folder: Path, max_length: int) -> N
                 way_out=f"set {key}=vllm, or try again on a less busy machine.",
             ) from late
     if child.returncode == 0:
-        with suppress(OSError):  # then the next start tries again
-            success.parent.mkdir(parents=True, exist_ok=True)
-            success.touch()
         return
     fatal = find_fatal(child.stderr)
     last_line = (child.stderr.splitlines() or [f"exit code {child.returncode}"])[-1]
