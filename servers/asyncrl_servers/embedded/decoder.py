@@ -27,7 +27,7 @@ from asyncrl.models.devices import choose_device, to_device
 from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
-from asyncrl.models.support import has_states
+from asyncrl.models.support import has_experts, has_states
 from asyncrl.weights.aside import give_back
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
@@ -199,12 +199,8 @@ class LoadedModel:
             return spec.deterministic
         # An expert's rounding changes with the number of rows routed to it. A prompt's
         # recurrence is summed in another order than decoded tokens.
-        has_experts = any(
-            name.endswith("experts") or type(module).__name__.endswith("Experts")
-            for name, module in self.model.named_modules()
-        )
         architecture = self.model.config.get_text_config().to_dict()
-        return not (has_experts or has_states(architecture))
+        return not (has_experts(architecture) or has_states(architecture))
 
     @torch.inference_mode()
     def _use_slots(self, spec: EmbeddedSpec) -> None:
