@@ -33,6 +33,7 @@ from tiny_model import make_tiny_model
 from trainer_cases import (
     MakeStep,
     changed,
+    gradient_of,
     make_batch,
     naive_logprobs,
     plain_advantages,
@@ -131,8 +132,9 @@ def test_gradient_follows_reward_and_reverse_kl(
     loss.backward()
     weights = {"distill_weight": 0.3, "reward_weight": 0.5}
     step, again = (make_step(algorithm=weights) for _ in range(2))
-    metrics = step.forward_backward(header, arrays)
-    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert gradient_of(step, header, arrays).loss == pytest.approx(
+        loss.item(), abs=1e-6
+    )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-6
@@ -232,8 +234,9 @@ def test_losses_over_likeliest_tokens_equal_trls(
     # Several slices of the vocabulary.
     monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 16)
     monkeypatch.setattr(policy_module, "MIN_SLICE", 20)
-    metrics = step.forward_backward(header, arrays)
-    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert gradient_of(step, header, arrays).loss == pytest.approx(
+        loss.item(), abs=1e-5
+    )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-5
@@ -264,7 +267,7 @@ def test_likeliest_id_that_the_model_lacks_is_refused(make_step: MakeStep) -> No
     lists = [[VOCABULARY] if is_sampled else [] for is_sampled in arrays.is_sampled]
     broken = changed(arrays, distill_ids=Ragged.of(lists, "<i4"))
     with pytest.raises(Refused, match=f"{arrays.is_sampled.sum()} invalid tokens"):
-        make_step().forward_backward(header, broken)
+        make_step().train(header, broken)
 
 
 def test_more_likeliest_tokens_than_the_model_has_are_refused(

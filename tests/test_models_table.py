@@ -52,7 +52,7 @@ def test_models_that_vllm_has_are_served_for_the_table(
 
 @pytest.mark.slow
 def test_check_knows_which_models_the_engine_serves_exactly(tmp_path: Path) -> None:
-    """Engines find experts and states in the loaded model."""
+    """The keys of config.json say what the loaded model has."""
     checked, found = dict[str, bool](), dict[str, bool]()
     for name in TYPES:
         kind = name.partition(" ")[0]

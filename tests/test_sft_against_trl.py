@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import MOE, make_tiny_moe
-from trainer_cases import MakeStep, assert_all_close
+from trainer_cases import MakeStep, assert_all_close, gradient_of
 
 from asyncrl.config.engineless_config import MEAN_NLL
 from asyncrl.extensions.sft.demonstrations import DemonstrationFeed, demonstration_of
@@ -147,10 +147,10 @@ def test_loss_and_gradient_match_trl(
     )
     header, tokens = pack_groups(ours_of(tiny_model_dir, tmp_path, case))
     measured = rank.evaluate(header, tokens)
-    metrics = rank.forward_backward(header, tokens)
-    assert metrics["policy/loss"] == pytest.approx(loss, rel=1e-6)
+    sums = gradient_of(rank, header, tokens)
+    assert sums.loss == pytest.approx(loss, rel=1e-6)
     assert measured["eval/loss"] == pytest.approx(loss, rel=1e-6)
-    assert measured["eval/tokens"] == metrics["tokens/trained"]
+    assert measured["eval/tokens"] == len(sums.logprobs_M)
     named = rank.masters.named
     assert named.keys() == gradients.keys()
     found = [named[name].grad for name in gradients]
@@ -166,8 +166,9 @@ def test_router_loss_matches_trl(make_step: MakeStep, tmp_path: Path) -> None:
     rank = make_step(folder, algorithm=MEAN_NLL.model_dump(), measures_gap=False)
     batch = pack_groups(ours_of(folder, tmp_path, "completions"))
     nll = rank.evaluate(*batch)["eval/loss"]
-    assert rank.forward_backward(*batch)["policy/loss"] == pytest.approx(loss, rel=1e-6)
+    sums = gradient_of(rank, *batch)
+    assert sums.loss == pytest.approx(loss, rel=1e-6)
     found = [rank.masters.named[name].grad for name in gradients]
     assert_all_close(found, gradients.values(), 1e-6)  # type: ignore[arg-type]
-    balance = rank.optimizer_step()["policy/router_aux_loss"]
+    balance = sums.stats["router_aux_loss"] / len(sums.logprobs_M)
     assert nll + 0.5 * balance == pytest.approx(loss, rel=1e-6)

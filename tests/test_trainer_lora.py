@@ -11,7 +11,7 @@ import torch
 from model_zoo import make_config, random_model
 from tiny_model import STACKED, make_tiny_moe
 from torch import nn
-from trainer_cases import MakeStep, make_batch, naive_logprobs
+from trainer_cases import MakeStep, gradient_of, make_batch, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
@@ -88,7 +88,7 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(
     header, arrays = make_batch()
     gradients = []
     for step in (make_step(trainer=LORA), make_step()):
-        step.forward_backward(header, arrays)
+        gradient_of(step, header, arrays)
         gradients.append(
             {name: master.grad for name, master in step.masters.named.items()}
         )

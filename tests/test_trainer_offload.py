@@ -15,7 +15,6 @@ from tiny_model import make_tiny_model
 from torch import Tensor, nn
 from trainer_cases import (
     MakeStep,
-    halves_of,
     learned,
     make_batch,
     make_spec,
@@ -116,13 +115,7 @@ def test_offloaded_trainer_takes_the_same_steps(
 
 
 def train_once(step: TrainerRank, version: int) -> dict[str, float]:
-    """Make a version from two parts of a batch, or at once."""
-    batch = make_batch(version=version, seed=version)
-    if version % 2:
-        return step.train(*batch)
-    for half in halves_of(*batch):
-        step.forward_backward(*half)
-    return step.optimizer_step()
+    return step.train(*make_batch(version=version, seed=version))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from trainer_cases import (
     changed,
-    halves_of,
     learned,
     make_batch,
     make_spec,
@@ -46,7 +45,7 @@ from asyncrl.messages.trainer_api import (
 from asyncrl.trainer.ranks.offload import local_of
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.ranks.rank_process import TrainerService
-from asyncrl.trainer.ranks.ranks import Ranks, meet
+from asyncrl.trainer.ranks.ranks import meet
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
@@ -358,45 +357,6 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
         ) as caught:
             meet(make_spec(tiny_model_dir, tmp_path, **values), lambda _: None)
     assert "every TCP port" in caught.value.way_out
-
-
-@pytest.mark.slow
-def test_halves_make_a_step_that_dies_with_its_process(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone"))
-    batch = make_batch(num_groups=4)
-    state = StateRequest(path=tmp_path / "state")
-    with running(tiny_model_dir, tmp_path / "first") as group:
-        save_state(group, state.path)
-        group.forward_backward(*halves_of(*batch)[0])
-        group.processes[1].kill()
-        with pytest.raises(CallRefused, match="has lost the other ranks") as lost:
-            group.optimizer_step()
-        assert lost.value.status == LOST_STATUS
-    with running(tiny_model_dir, tmp_path / "second") as group:
-        group.post("/load_state", state, TrainerHealth)
-        with pytest.raises(
-            CallRefused, match="policy_version 0 has no gradient for an optimizer step"
-        ):
-            group.optimizer_step()
-        for half in halves_of(*batch):
-            assert group.forward_backward(*half).policy_version == 0
-        answer = group.optimizer_step()
-        assert answer.policy_version == 1
-        expected = learned(alone.train(*batch))
-        assert learned(answer.metrics) == pytest.approx(expected, rel=1e-4, abs=1e-4)
-        # AdamW divides a gradient by its size, so a weight whose gradient is near 0
-        # shows its rounding.
-        assert_close(
-            group.export().path, alone.export(tmp_path / "alone.safetensors").path, 1e-3
-        )
-
-
-def test_context_ranks_share_data_and_others_do_not() -> None:
-    ranks = [Ranks(rank, replicate=2, shard=2, context=2) for rank in range(8)]
-    assert [one.data_rank for one in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert {(one.data_size, one.size) for one in ranks} == {(4, 8)}
 
 
 # ---- one rank

@@ -12,10 +12,7 @@ import pytest
 import torch
 from trainer_cases import (
     MakeStep,
-    assert_all_close,
     changed,
-    halves_of,
-    learned,
     make_batch,
     naive_logprobs,
 )
@@ -241,90 +238,6 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
     assert metrics["tokens/trained"] == arrays.is_sampled[:half].sum()
     assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - 22 / 60))
     assert metrics["policy/grad_norm"] > 0
-
-
-# ---- forward_backward and optimizer_step
-
-
-def test_both_calls_have_the_bits_of_train(make_step: MakeStep) -> None:
-    values = {
-        "trainer": {"micro_batch_tokens": 30},
-        "algorithm": {"kl_coefficient": 0.1},
-    }
-    whole, parts = make_step(**values), make_step(**values)
-    for version in range(2):
-        batch = make_batch(version=version, seed=version)
-        expected = learned(whole.train(*batch))
-        parts.forward_backward(*batch)
-        assert learned(parts.optimizer_step()) == expected
-        assert parts.weights_digest() == whole.weights_digest()
-
-
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "sequence_sum", "constant"])
-def test_halves_of_a_batch_make_its_step(make_step: MakeStep, aggregate: str) -> None:
-    whole, parts = (make_step(algorithm={"aggregate": aggregate}) for _ in "12")
-    batch = make_batch(num_groups=5)
-    whole.forward_backward(*batch)
-    expected_gradients = gradients(whole)
-    expected = learned(whole.optimizer_step())
-    whole.spec.record_path.unlink()  # both have this file
-    for half in halves_of(*batch):
-        parts.forward_backward(*half)
-        assert parts.policy_version == 0
-    assert_all_close(gradients(parts), expected_gradients, 1e-6)
-    assert learned(parts.optimizer_step()) == pytest.approx(
-        expected, rel=1e-5, abs=1e-6
-    )
-    line = json.loads(parts.spec.record_path.read_text())
-    assert line["num_loss_tokens"] == expected["tokens/trained"]
-    # AdamW divides a gradient by its size, so a weight whose gradient is near 0 shows
-    # its rounding.
-    assert_all_close(weights(parts).values(), weights(whole).values(), 1e-3)
-
-
-def test_step_needs_a_gradient_and_takes_it_once(make_step: MakeStep) -> None:
-    step = make_step()
-    for version in range(2):
-        digest = step.weights_digest()
-        with pytest.raises(
-            Refused,
-            match=f"policy_version {version} has no gradient for an optimizer step",
-        ):
-            step.optimizer_step()
-        assert (step.policy_version, step.weights_digest()) == (version, digest)
-        step.forward_backward(*make_batch(version=version))
-        step.optimizer_step()
-
-
-def test_only_optimizer_step_follows_a_gradient(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
-    step, plain = (make_step(trainer={"logprob_gap_limit": 5.0}) for _ in "12")
-    header, arrays = make_batch()
-    step.forward_backward(header, arrays)
-    for call in (
-        lambda: step.train(header, arrays),
-        lambda: step.offload(("weights",)),
-    ):
-        with pytest.raises(
-            Refused,
-            match="the gradient of forward_backward .calls: 1. waits for its step",
-        ):
-            call()
-    with pytest.raises(Refused, match="batch 3 came"):
-        step.forward_backward(*make_batch(version=3))
-    step.begin_save_state(tmp_path / "state").result()
-    step.load_state(tmp_path / "state")
-    step.forward_backward(header, arrays)
-    with pytest.raises(Refused, match="gave engines and trainer disagree"):
-        step.forward_backward(
-            header, changed(arrays, behaviour_logprobs=arrays.behaviour_logprobs - 9)
-        )
-    step.train(header, arrays)
-    plain.train(header, arrays)
-    assert step.weights_digest() == plain.weights_digest(), (
-        "load_state and the error have dropped a gradient"
-    )
 
 
 # ---- learning rates, and the gap of each engine

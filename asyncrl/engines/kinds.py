@@ -144,22 +144,14 @@ def num_caches(config: RunConfig, role: Role) -> int:
     return 2 if config.keeps_turns and role.serves_policy else 1
 
 
-def _size_spec(order: ServerOrder) -> Body:
-    return {
-        "name": order.name,
-        "slots": order.role.slots,
-        "max_length": order.role.max_length,
-    }
-
-
 def model_spec(order: ServerOrder) -> Body:
     """Return the start arguments of every engine with a model. It sees only its own
     devices.
     """
     return {
         "name": order.name,
-        "slots": order.slots,
-        "max_length": order.max_length,
+        "slots": order.role.slots,
+        "max_length": order.role.max_length,
         "model_path": str(order.model_path),
         "dtype": order.config.model.dtype,
         "device": order.device.partition(":")[0],

@@ -285,7 +285,8 @@ def _logprobs(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> np.ndar
 def _gradients(
     step: TrainerRank, header: BatchHeader, arrays: Tokens
 ) -> dict[str, Tensor]:
-    step.forward_backward(header, arrays)
+    batch = step.begin(header, arrays)
+    step.forward_backward(batch, batch.has_loss, measures_gap=False)
     grads = {name: master.grad for name, master in step.masters.named.items()}
     return {
         name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from trainer_cases import make_batch, make_spec
+from trainer_cases import gradient_of, make_batch, make_spec
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.memory import rank_memory
@@ -45,7 +45,7 @@ def main(model_dir: Path, folder: Path) -> None:
     )
     rank = TrainerRank(spec)
     rank.train(*make_batch(group_size=1))
-    rank.forward_backward(*make_batch(version=1, group_size=1))
+    gradient_of(rank, *make_batch(version=1, group_size=1))
     plan = rank_memory(config, model_shape(config.model), "cpu").parts
     found = dict[str, tuple[int, int]]()
     for one, planned in plan.items():

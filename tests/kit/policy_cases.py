@@ -39,7 +39,7 @@ def run(
         policy.plan.rules(max_tokens),
         torch.device("cpu"),
     )
-    ranks = [Ranks(rank, shard=num_ranks) for rank in range(num_ranks)]
+    ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
     for micro, counts in (
         one for rank in ranks for one in micro_batches(*given, rank, policy.costs)
     ):

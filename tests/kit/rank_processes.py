@@ -59,12 +59,6 @@ class Group:
     def train(self, header: BatchHeader, arrays: Tokens) -> TrainResponse:
         return self.post("/train", pack_batch(header, arrays), TrainResponse)
 
-    def forward_backward(self, header: BatchHeader, arrays: Tokens) -> TrainResponse:
-        return self.post("/forward_backward", pack_batch(header, arrays), TrainResponse)
-
-    def optimizer_step(self) -> TrainResponse:
-        return self.post("/optimizer_step", b"", TrainResponse)
-
     def begin_export(self) -> int:
         return self.post("/begin_export", b"", TrainerHealth).policy_version
 

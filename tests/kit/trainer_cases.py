@@ -23,6 +23,7 @@ from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import COLUMNS, Tokens, spans_of
 from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.trainer.attention.packed_attention import ATTENTION
+from asyncrl.trainer.loss.sums import StepSums
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -100,14 +101,10 @@ def train_versions(step: TrainerRank, first: int, last: int) -> None:
         step.train(*make_batch(version=version, seed=version))
 
 
-def halves_of(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, Tokens]]:
-    """Return the batch twice: with the loss tokens of the first groups, and with those
-    of the others.
-    """
-    border = header.trajectories[len(header.trajectories) // 2].start
-    is_early = np.arange(len(arrays.is_sampled)) < border
-    parts = [np.where(part, arrays.versions, -1) for part in (is_early, ~is_early)]
-    return [(header, changed(arrays, versions=versions)) for versions in parts]
+def gradient_of(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> StepSums:
+    """Leave the gradient of a batch in the rank's masters, without a step."""
+    batch = step.begin(header, arrays)
+    return step.forward_backward(batch, batch.has_loss, measures_gap=False)
 
 
 @contextlib.contextmanager

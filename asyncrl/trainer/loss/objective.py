@@ -220,13 +220,8 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of one part: a weight, a correction and a mask per token.
+    """Numbers of one optimizer step: a weight, a correction and a mask per token."""
 
-    `size`: what algorithm.aggregate averages over, the part's loss tokens or its
-    sequences.
-    """
-
-    size: int
     weight_N: Float32N
     correction_N: Float32N | None
     mask_N: Float32N | None
@@ -395,7 +390,7 @@ class Objective:
         entries = batch.header.trajectories
         counts = [int(has_loss[one.start : one.end].sum()) for one in entries]
         tokens_S = torch.tensor(counts)
-        # By the counts of the whole part, not of a micro-batch: any cut into
+        # By the counts of the whole step, not of a micro-batch: any cut into
         # micro-batches and ranks gives the same gradient (docs/decisions/0008).
         weight_S = losses.token_weights(
             self._recipe.aggregate, tokens_S, self.spec.max_tokens
@@ -422,10 +417,7 @@ class Objective:
             correction_N[has_loss] = self._correct(
                 log_weight_M, advantage_M, sequence_M
             )
-        is_mean_of_tokens = self._recipe.aggregate == "token"
-        size_S = tokens_S if is_mean_of_tokens else tokens_S > 0
-        size = int(size_S.sum())
-        return StepNumbers(size, weight_N, correction_N, mask_N)
+        return StepNumbers(weight_N, correction_N, mask_N)
 
     def _correct(
         self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor

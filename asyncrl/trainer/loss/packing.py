@@ -490,8 +490,8 @@ def micro_batches(
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
-        for step in assign(side, arrays.ids, costs, max_tokens, ranks.data_size):
-            if share := step[ranks.data_rank]:
+        for step in assign(side, arrays.ids, costs, max_tokens, ranks.size):
+            if share := step[ranks.rank]:
                 micro = _assemble(share, arrays, has_loss, max_tokens, device, sets)
                 micros.append((micro, True))
                 continue

@@ -232,14 +232,6 @@ class Gap(NamedTuple):
         return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
 
 
-class Fresh(NamedTuple):
-    """Logprobs in nats of M fresh tokens, and the engine of each, or -1."""
-
-    current_M: Float32M
-    behaviour_M: Float32M
-    engine_M: npt.NDArray[np.int16]
-
-
 def measure_gaps(
     current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]
 ) -> list[Gap]:
@@ -362,16 +354,6 @@ def trained_line(
         "num_loss_tokens": int(has_loss.sum()),
         "trajectories": trajectories,
     }
-
-
-def joined_line(lines: Sequence[TrainedLine]) -> TrainedLine:
-    """Return the line of a step from the lines of its batches."""
-    line = lines[0].copy()
-    for other in lines[1:]:
-        line["min_version"] = min(line["min_version"], other["min_version"])
-        line["num_loss_tokens"] += other["num_loss_tokens"]
-        line["trajectories"] = line["trajectories"] + other["trajectories"]
-    return line
 
 
 def loss_spans(

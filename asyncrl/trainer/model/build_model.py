@@ -193,7 +193,7 @@ def shard_policy(
         shard(router, mp_policy=mixed(param_dtype=torch.float32))
     for part in (*layers_of(policy.model), policy):
         shard(part, mp_policy=mixed(param_dtype=dtype))
-    for module in _sharded(policy) if ranks.shard > 1 else ():
+    for module in _sharded(policy) if ranks.size > 1 else ():
         # Loss weights divide by the tokens of all ranks already. FSDP2's mean would
         # divide once more.
         module.set_gradient_divide_factor(1.0)

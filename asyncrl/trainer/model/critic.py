@@ -60,9 +60,9 @@ class ValueSums:
     values and returns before the first.
     """
 
+    value_M: npt.NDArray[np.float64]
+    return_M: npt.NDArray[np.float64]
     steps: list[tuple[float, float, float]] = field(default_factory=list)
-    values: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    returns: list[npt.NDArray[np.float64]] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics by full name; loss, share and norm are means over finite
@@ -73,12 +73,10 @@ class ValueSums:
         names = ("critic/loss", "critic/clip_fraction", "critic/grad_norm")
         for name, numbers in zip(names, zip(*finite, strict=True), strict=False):
             metrics[name] = sum(numbers) / len(numbers)
-        value_M = np.concatenate(self.values)
-        return_M = np.concatenate(self.returns)
-        metrics["critic/value_mean"] = float(value_M.mean())
+        metrics["critic/value_mean"] = float(self.value_M.mean())
         # Equal returns have no variance to explain.
-        if (variance := float(return_M.var())) > 0:
-            unexplained = float((return_M - value_M).var())
+        if (variance := float(self.return_M.var())) > 0:
+            unexplained = float((self.return_M - self.value_M).var())
             metrics["critic/explained_variance"] = 1.0 - unexplained / variance
         return metrics
 
@@ -86,8 +84,8 @@ class ValueSums:
 class Critic:
     """A value model and its optimizer, of one rank. All calls are collective.
 
-    Life: values(), then for each optimizer step add_gradient() one or more times,
-        clip(), and step() or drop_gradient().
+    Life: values(), then for each optimizer step add_gradient(), clip(), and step() or
+        drop_gradient().
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, meter: StepMeter) -> None:
@@ -114,8 +112,7 @@ class Critic:
         self.model = self._built.policy
         optimizer = make_optimizer(self._built.masters, self._loop)
         self.trained = Trained(self._built.masters, optimizer)
-        self._sums = ValueSums()
-        self._num_tokens = 0
+        self._sums: ValueSums
         self._loss = 0.0
         self._clipped = 0.0
 
@@ -145,16 +142,9 @@ class Critic:
         return value_N
 
     def add_gradient(self, batch: BatchNumbers, chosen: BoolN) -> None:
-        """Add the gradient of the mean loss over the chosen tokens to the open step's
-        gradient, which becomes the mean over all tokens of the step.
-        """
+        """Compute the gradient of the mean loss over the chosen tokens."""
         self._meter.enter("critic")
-        if self._num_tokens == 0:
-            self._loss = self._clipped = 0.0
         num_chosen = int(chosen.sum())
-        share = num_chosen / (self._num_tokens + num_chosen)
-        if self._num_tokens:
-            self.trained.scale_gradient(1.0 - share)
         losses = list[MicroLoss]()
         for micro, counts in self._micro_batches(batch, chosen):
             value_M = self.model(micro)
@@ -170,39 +160,32 @@ class Critic:
             )
             clip = self.settings.value_clip
             loss_M, is_clipped_M = value_loss(value_M, old_M, return_M, clip)
-            loss = loss_M.sum() * (share / num_chosen)
+            loss = loss_M.sum() * (1.0 / num_chosen)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append((loss.detach(), {"clipped": is_clipped_M.sum()}))
             flops = self.model.costs.flops(*micro.size, has_backward=True)
             self._meter.count(flops)
-        loss_of_part, stats = gather_losses(losses, self._ranks)
-        self._loss = (1.0 - share) * self._loss + loss_of_part
-        clipped = stats["clipped"] / num_chosen
-        self._clipped = (1.0 - share) * self._clipped + share * clipped
-        self._num_tokens += num_chosen
+        self._loss, stats = gather_losses(losses, self._ranks)
+        self._clipped = stats["clipped"] / num_chosen
         self._meter.enter("")
 
-    def begin_version(self, batch: BatchNumbers, *, is_first: bool) -> None:
+    def begin_version(self, batch: BatchNumbers) -> None:
         """Keep the batch's values and returns for the version's metrics."""
-        if is_first:
-            self._sums = ValueSums()
         assert batch.value_N is not None
         assert batch.return_N is not None
         has_loss = batch.has_loss
-        self._sums.values.append(batch.value_N[has_loss].astype(np.float64))
-        self._sums.returns.append(batch.return_N[has_loss].astype(np.float64))
+        self._sums = ValueSums(
+            batch.value_N[has_loss].astype(np.float64),
+            batch.return_N[has_loss].astype(np.float64),
+        )
 
     def clip(self, step: int) -> dict[str, float]:
-        """Clip the open gradient for optimizer step `step` of the run; return loss and
+        """Clip the gradient for optimizer step `step` of the run; return loss and
         norm, which must be finite for a step.
         """
         norm = self.trained.prepare_step(self._loop, step, self._ranks)
         self._sums.steps.append((self._loss, self._clipped, norm))
         return {"the critic's loss": self._loss, "its gradient norm": norm}
-
-    def drop_gradient(self) -> None:
-        self.trained.drop_gradient()
-        self._num_tokens = 0
 
     def metrics(self) -> dict[str, float]:
         return self._sums.metrics()

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -20,7 +19,6 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import open_as, whole_folder
 from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.attention.forward_plan import probe_model
@@ -29,7 +27,6 @@ from asyncrl.weights.export import (
     merge,
     named_weights,
     whole_tensors,
-    write_peft,
 )
 from asyncrl.weights.tensor_files import (
     SCALE,
@@ -264,24 +261,3 @@ class Adapters:
     def _set_scale(self, scale: float) -> None:
         for layer in self.layers.values():
             layer.scaling[ADAPTER] = scale
-
-
-def save_adapter(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    config: LoraConfig,
-    base: str,
-    revision: str | None = None,
-) -> None:
-    """Write adapters as a peft folder. Raises OSError, SafetensorError."""
-    scale = torch.tensor(config.alpha / config.rank, dtype=torch.float64)
-    with whole_folder(path) as unfinished:
-        unfinished.mkdir()
-        write_peft(
-            {**tensors, SCALE: scale},
-            unfinished,
-            base_model_name_or_path=base,
-            revision=revision,
-            inference_mode=True,
-        )
-        open_as(unfinished, unfinished / "adapter_config.json")

@@ -197,7 +197,7 @@ def load_limit_s(folder: Path) -> float:
 
 def check_model_type(model_type: object, source: str) -> None:
     """Raise ConfigError for an unknown architecture."""
-    # The last import reads the folders of all models, for half a second. The table also
+    # The import below reads the folders of all models, for half a second. The table also
     # has types of newer releases of transformers.
     package = find_spec("transformers")
     if package is None or package.origin is None:
@@ -205,14 +205,11 @@ def check_model_type(model_type: object, source: str) -> None:
     known = Path(package.origin).parent / "models" / str(model_type)
     if find_support(str(model_type)) and known.is_dir():
         return
-    from transformers.models.auto import auto_mappings
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-        if model_type not in CONFIG_MAPPING_NAMES:
-            what = f"{source} has model_type={model_type}, which transformers does not know"
-            raise ConfigError(what, way_out="name a known one, like qwen3.")
+    if model_type not in CONFIG_MAPPING_NAMES:
+        what = f"{source} has model_type={model_type}, which transformers does not know"
+        raise ConfigError(what, way_out="name a known one, like qwen3.")
 
 
 def _find_given(name: str, key: str, *, needs_weights: bool = True) -> Path | None:

@@ -20,6 +20,7 @@ from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.models.loading import loading, text_config
 from asyncrl.models.rope_lengths import refuse_lengths
+from asyncrl.models.support import has_experts
 from asyncrl.trainer.attention.forward_plan import probe_model
 from asyncrl.trainer.model.policy import BalanceLoss
 from asyncrl.trainer.model.random_init import (
@@ -52,9 +53,8 @@ def try_model(config: RunConfig, folder: Path) -> float | None:
     if config.rollout.engine == "embedded":
         refuse_lengths(model.config, config.rollout.max_length)
     balance = BalanceLoss(model, config.trainer.router_aux_loss)
-    classes = {type(module).__name__ for module in model.modules()}
-    has_experts = any(name.endswith("Experts") for name in classes)
-    return balance.weight if has_experts else None
+    text = model.config.get_text_config()
+    return balance.weight if has_experts(text.to_dict()) else None
 
 
 @contextmanager

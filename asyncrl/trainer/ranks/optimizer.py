@@ -110,11 +110,6 @@ class Trained:
     masters: MasterWeights
     optimizer: torch.optim.Optimizer
 
-    def scale_gradient(self, factor: float) -> None:
-        for weight in self.masters.named.values():
-            if weight.grad is not None:
-                weight.grad.mul_(factor)
-
     def prepare_step(self, config: TrainerConfig, number: int, ranks: Ranks) -> float:
         """Set the learning rate of optimizer step `number` of the run, and clip the
         gradient to trainer.max_grad_norm; return its norm before. Collective.

@@ -9,8 +9,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,13 +40,13 @@ from asyncrl.trainer.attention.tree import BoolN
 from asyncrl.trainer.loss import objective, packing, step_metrics
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.loss.packing import LogitSets, MicroBatch
-from asyncrl.trainer.loss.step_metrics import Fresh
+from asyncrl.trainer.loss.step_metrics import Gap
 from asyncrl.trainer.loss.sums import (
     MicroLoss,
-    PartSums,
-    VersionSums,
+    StepSums,
     gather_losses,
     gather_scores,
+    version_metrics,
 )
 from asyncrl.trainer.loss.supports import find_supports
 from asyncrl.trainer.model.build_model import TrainedModel, reshard, set_up_torch
@@ -73,18 +71,9 @@ MAX_SKIPPED_STEPS = 3
 class TrainerRank(TrainedModel):
     """Weights and optimizer of one rank, owned by one thread.
 
-    Life: train(), or forward_backward() one or more times and then optimizer_step();
-        each makes one version.
+    Life: train() makes a version: begin(), then for each optimizer step
+        forward_backward() and optimizer_step().
     Invariant: a refused batch leaves policy_version unchanged.
-
-    A gradient lives only in this process. A checkpoint that is written between
-    forward_backward() and optimizer_step() does not have it, load_state() drops it, and
-    a new process starts without one:
-
-        forward_backward(half of batch 4)
-        forward_backward(other half of batch 4)    the gradient is now that of the whole batch
-        ... the process dies, a new one loads the state of version 4 ...
-        optimizer_step()                           Refused: call forward_backward() with both halves again
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
@@ -115,8 +104,6 @@ class TrainerRank(TrainedModel):
         run_folder = spec.record_path.parent
         self._offload = Offload(ranks, self.device, self._tensors_of, rules, run_folder)
         self.exports = Exports(self, spec, ranks)
-        self._version: VersionSums | None = None
-        """The version in the making, from its first gradient to its last step."""
 
     def _make_meter(self) -> step_metrics.StepMeter:
         cuda = torch.cuda if self.device.type == "cuda" else None
@@ -131,80 +118,37 @@ class TrainerRank(TrainedModel):
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
-        self._refuse_open_gradient("train")
-        batch = self._begin(header, arrays)
+        batch = self.begin(header, arrays)
         loop = self.spec.trainer
-        # Proximal and reference logprobs and advantages are computed once, in _begin(),
+        # Proximal and reference logprobs and advantages are computed once, in begin(),
         # by the weights before the first step. All epochs and mini-batches compare with
         # these.
         parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
-        version = VersionSums(num_epochs=loop.epochs, batches=[batch])
-        with self._dropped_on_error(version):
+        steps = list[StepSums]()
+        try:
             for epoch in range(loop.epochs):
                 for number, chosen in enumerate(parts):
-                    self._add_gradient(version, batch, chosen)
+                    # Later steps start from other weights than the samples.
+                    measures_gap = self.spec.measures_gap and not steps
+                    step = self.forward_backward(
+                        batch, chosen, measures_gap=measures_gap
+                    )
                     # Masked parts and skipped steps count too, so that the schedule
                     # ends.
                     index = epoch * loop.mini_batches + number
-                    self._take_step(version, index)
-            return self._end_version(version)
-
-    def forward_backward(
-        self, header: api.BatchHeader, arrays: Tokens
-    ) -> dict[str, float]:
-        """Add the gradient of a batch's loss; return its loss and number of loss
-        tokens.
-
-        Several calls give the gradient of one batch that has all their groups, up to
-        rounding. Quantities of a whole batch, such as the corrections of
-        algorithm.loss=m2po, algorithm.top_entropy and the whitening of gae, are computed
-        per call.
-        Mini-batches and epochs are the caller's: one call, one pass.
-
-        Raises Refused. If the batch itself is refused, the gradient of earlier calls
-        stays; after any later error it is dropped.
-        """
-        batch = self._begin(header, arrays)
-        # _begin() is outside of the block that drops the gradient: it changes no
-        # gradient, so a refused batch costs nothing of the earlier calls.
-        version = self._version or VersionSums()
-        with self._dropped_on_error(version):
-            version.batches.append(batch)
-            part = self._add_gradient(version, batch, batch.has_loss)
-        return {
-            "policy/loss": part.loss,
-            "tokens/trained": float(len(part.logprobs_M)),
-        }
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Apply the gradient of all forward_backward() calls since the last step;
-        return the version's metrics.
-
-        Raises Refused without a gradient, and after MAX_SKIPPED_STEPS steps in a row
-        without a finite one.
-        """
-        version = self._open_version()
-        with self._dropped_on_error(version):
-            self._take_step(version, 0)
-            return self._end_version(version)
-
-    def _open_version(self) -> VersionSums:
-        self._offload.need("take an optimizer step", "weights", "optimizer")
-        if self._version is None:
-            raise Refused(
-                409,
-                f"policy_version {self.policy_version} has no gradient for an optimizer step",
-                rule="a step applies the gradient of the forward_backward calls since the last step, in the "
-                "same process",
-                way_out="call forward_backward with every part of the batch, then optimizer_step.",
-            )
-        return self._version
+                    self.optimizer_step(batch, step, index)
+                    steps.append(step)
+            return self._end_version(batch, steps)
+        # Some micro-batches may have added their gradient and others not: no later step
+        # may apply a part of a gradient.
+        except BaseException:
+            self._drop_gradients()
+            raise
 
     def evaluate(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
         """Return the mean negative log-likelihood of the loss tokens in nats, and their
         number. Changes nothing. Raises Refused.
         """
-        self._refuse_open_gradient("evaluate")
         self._offload.need("evaluate", "weights")
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         has_loss = objective.loss_tokens(header, arrays)
@@ -216,63 +160,29 @@ class TrainerRank(TrainedModel):
             "eval/tokens": float(has_loss.sum()),
         }
 
-    def _refuse_open_gradient(self, what: str) -> None:
-        if self._version is not None:
-            num_calls = len(self._version.batches)
-            raise Refused(
-                409,
-                f"cannot {what}: the gradient of forward_backward (calls: {num_calls}) waits for its step",
-                rule="a version is made by train, or by forward_backward and optimizer_step",
-                way_out="call optimizer_step first, or drop the gradient with load_state.",
-            )
-
-    @contextmanager
-    def _dropped_on_error(self, version: VersionSums) -> Iterator[None]:
-        """Keep `version` open; after an error drop it, so that no later step applies
-        half a gradient.
-        """
-        self._version = version
-        try:
-            yield
-        # Some micro-batches may have added their gradient and others not. No caller
-        # could add just the missing ones, so all of it goes.
-        except BaseException:
-            self._drop_gradient()
-            raise
-
-    def _drop_gradient(self) -> None:
-        self._version = None
-        self._drop_gradients()
-
     def _drop_gradients(self) -> None:
         self._trained.drop_gradient()
         if self.critic is not None:
-            self.critic.drop_gradient()
+            self.critic.trained.drop_gradient()
         for gradients in (POLICY_GRADIENTS, CRITIC_GRADIENTS):
             self._offload.forget(gradients)
 
-    def _begin(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
+    def begin(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
         batch = self._read(header, arrays)
         self._numbers(batch)
-        # The answer to the controller carries the rollouts of a whole version, so only
-        # its first batch clears them, and only after its checks have passed.
-        if self._version is None:
-            self.rollout_gaps = []
-            self.rollout_advantages = []
-        advantages = step_metrics.means_of_rollouts(
+        self.rollout_gaps = []
+        self.rollout_advantages = step_metrics.means_of_rollouts(
             header, batch.has_loss, batch.advantage_N
         )
-        self.rollout_advantages += advantages
         return batch
 
     def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch, and find its loss tokens. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        if self._version is None:
-            self._meter.start()
+        self._meter.start()
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         # The order matters: find_allowed() takes the loss of forbidden tokens out of
         # has_loss in place, and check_any_loss() judges the result.
@@ -307,7 +217,7 @@ class TrainerRank(TrainedModel):
             batch.value_N = self.critic.values(batch)
         batch.advantage_N = self._objective.advantages(batch)
         if self.critic is not None:
-            self.critic.begin_version(batch, is_first=self._version is None)
+            self.critic.begin_version(batch)
         return batch
 
     @torch.no_grad()
@@ -379,31 +289,21 @@ class TrainerRank(TrainedModel):
         batch.packed = chosen.copy(), micros
         return micros
 
-    def _add_gradient(
-        self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
-    ) -> PartSums:
-        """Add the gradient of the chosen tokens' loss to that of the open step. Raises
-        Refused.
-        """
-        part = self._add_policys(version, batch, chosen)
+    def forward_backward(
+        self, batch: BatchNumbers, chosen: BoolN, *, measures_gap: bool
+    ) -> StepSums:
+        """Compute the gradient of the chosen tokens' loss. Raises Refused."""
+        step = self._policys_gradient(batch, chosen, measures_gap=measures_gap)
         if self.critic is not None:
             self._use_in_step("add the critic's gradient", *CRITIC_PASS)
             self.critic.add_gradient(batch, chosen)
-        return part
+        return step
 
-    def _add_policys(
-        self, version: VersionSums, batch: BatchNumbers, chosen: BoolN
-    ) -> PartSums:
-        step = version.open_step
+    def _policys_gradient(
+        self, batch: BatchNumbers, chosen: BoolN, *, measures_gap: bool
+    ) -> StepSums:
         self._use_in_step("add a gradient", *POLICY_PASS)
         numbers = self._objective.step_numbers(batch, chosen)
-        # The loss weights divide by the size of this part, and nobody knows yet whether
-        # other parts follow. So each further part shrinks the gradient so far to its
-        # share of the mean (see StepSums).
-        share = step.share_of(numbers.size)
-        if step.parts:
-            self._trained.scale_gradient(1.0 - share)
-        numbers = replace(numbers, weight_N=numbers.weight_N * share)
         read = packing.token_ranges(batch.header, chosen, reads_all=True)
         num_read = sum(one.length for one in read)
         outputs = list[tuple[MicroBatch, Scores]]()
@@ -423,7 +323,7 @@ class TrainerRank(TrainedModel):
                 # As in TRL a mean over micro-batches, here by their tokens: one
                 # micro-batch has the exact loss of the part.
                 balance = scores.balance / num_read
-                loss = loss + self.policy.balance.weight * share * balance
+                loss = loss + self.policy.balance.weight * balance
                 stats["router_aux_loss"] = balance.detach() * int(chosen.sum())
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
@@ -439,25 +339,22 @@ class TrainerRank(TrainedModel):
         # decisions below: skip, refuse, or step.
         logprobs_N, entropies_N = gather_scores(outputs, len(chosen), self.ranks)
         shared_loss, stats_sums = gather_losses(losses, self.ranks)
-        part = PartSums(
+        gaps = list[Gap]()
+        if measures_gap:
+            gaps = self._measure_gaps(batch, chosen, logprobs_N)
+        return StepSums(
             logprobs_M=logprobs_N[chosen],
             entropies_M=entropies_N[chosen],
             behaviour_M=batch.arrays.behaviour_logprobs[chosen],
-            # The loss has the weight of its share. Metrics want the part's own mean.
-            loss=shared_loss / share,
+            loss=shared_loss,
             stats=stats_sums,
+            gaps=gaps,
         )
-        # Later steps start from other weights than the samples.
-        if self.spec.measures_gap and not version.steps:
-            part.fresh = self._measure_gap(batch, chosen, logprobs_N)
-        step.add(part, numbers.size)
-        return part
 
-    def _take_step(self, version: VersionSums, index: int) -> None:
-        """Apply the open gradient, or skip it if it is not finite. `index`: of the step
-        in its version.
+    def optimizer_step(self, batch: BatchNumbers, step: StepSums, index: int) -> None:
+        """Apply the gradient, or skip it if it is not finite. `index`: of the step in its
+        version.
         """
-        step = version.open_step
         loop = self.spec.trainer
         # The schedule follows from the version, so a resumed run continues it: no other
         # counter has to be saved.
@@ -487,9 +384,8 @@ class TrainerRank(TrainedModel):
             step.grad_norm = grad_norm
         else:
             numbers = [f"{name} {value}" for name, value in needed.items()]
-            self._skip(version.batches, " and ".join(numbers))
+            self._skip(batch, " and ".join(numbers))
         self._drop_gradients()
-        version.close_step()
         self._meter.enter("")
 
     @property
@@ -498,20 +394,20 @@ class TrainerRank(TrainedModel):
         critic = self.spec.critic
         return critic is not None and self.policy_version < critic.warmup_steps
 
-    def _skip(self, batches: list[BatchNumbers], reason: str) -> None:
+    def _skip(self, batch: BatchNumbers, reason: str) -> None:
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise self._refused(
-                batches,
+                batch,
                 reason,
                 rule=f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row",
                 way_out=f"{step_metrics.NOT_FINITE_ADVICE}.",
             )
-        log.warning("%s: step skipped, %s", _name(batches), reason)
+        log.warning("%s: step skipped, %s", _name(batch.header), reason)
 
-    def _measure_gap(
+    def _measure_gaps(
         self, batch: BatchNumbers, chosen: BoolN, logprobs_N: Float32N
-    ) -> Fresh:
+    ) -> list[Gap]:
         """Compare logprobs with those of the engines. Raises Refused above the limit."""
         arrays = batch.arrays
         limit = self.spec.trainer.logprob_gap_limit
@@ -522,16 +418,15 @@ class TrainerRank(TrainedModel):
         self.rollout_gaps += step_metrics.means_of_rollouts(
             batch.header, is_fresh, gap_N
         )
-        fresh = Fresh(
+        gaps = step_metrics.measure_gaps(
             logprobs_N[is_fresh],
             arrays.behaviour_logprobs[is_fresh],
             arrays.engines[is_fresh],
         )
-        gaps = step_metrics.measure_gaps(*fresh)
         fault = "" if limit is None else step_metrics.gap_fault(gaps, limit)
         if fault:
             raise self._refused(
-                [batch],
+                batch,
                 fault,
                 rule=f"trainer.logprob_gap_limit={limit}, "
                 "for the means of all fresh tokens and of each engine",
@@ -541,26 +436,27 @@ class TrainerRank(TrainedModel):
         if warning:
             number = batch.header.version + 1
             log.warning("step %d: %s; %s", number, warning, step_metrics.GAP_ADVICE)
-        return fresh
+        return gaps
 
     def _refused(
-        self, batches: list[BatchNumbers], error: str, rule: str, way_out: str
+        self, batch: BatchNumbers, error: str, rule: str, way_out: str
     ) -> Refused:
         return Refused(
             422,
-            f"{_name(batches)} gave {error}; policy_version stays {self.policy_version}",
+            f"{_name(batch.header)} gave {error}; policy_version stays {self.policy_version}",
             rule=rule,
             way_out=way_out,
         )
 
-    def _end_version(self, version: VersionSums) -> dict[str, float]:
+    def _end_version(
+        self, batch: BatchNumbers, steps: list[StepSums]
+    ) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
         # Counted even if all steps were skipped: version v + 1 means that batch v was
         # used up (docs/decisions/0007).
         self.policy_version += 1
-        self._version = None
         metrics = {
-            **version.metrics(),
+            **version_metrics(batch, steps, self.spec.trainer.epochs),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             **self._meter.numbers(),
             **self.kernels,
@@ -570,14 +466,10 @@ class TrainerRank(TrainedModel):
         # Rank 0 has the numbers of all ranks. A second line from another rank would look
         # like a batch that was trained twice.
         if self.ranks.is_first:
-            loss = metrics["policy/loss"]
-            lines = [
-                step_metrics.trained_line(
-                    batch.header, batch.arrays, batch.has_loss, loss
-                )
-                for batch in version.batches
-            ]
-            self._record.note(step_metrics.joined_line(lines))
+            line = step_metrics.trained_line(
+                batch.header, batch.arrays, batch.has_loss, metrics["policy/loss"]
+            )
+            self._record.note(line)
             try:
                 self._record.write()
             # The weights have moved, so the step cannot be refused any more. No
@@ -614,9 +506,7 @@ class TrainerRank(TrainedModel):
     # ---- checkpoints and exports
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Begin to write the state to the new folder `path`, without an open gradient.
-        Raises Refused.
-        """
+        """Begin to write the state to the new folder `path`. Raises Refused."""
         self.ranks.agree(self._write_record)
         # Read on the torch thread, between two steps. The writing thread would see
         # later counts.
@@ -632,15 +522,14 @@ class TrainerRank(TrainedModel):
             self._state.pending.result()
 
     def load_state(self, path: Path) -> None:
-        """Restore a saved state, and drop an open gradient. Raises Refused, and
-        BrokenStepError if only a part could be read.
+        """Restore a saved state. Raises Refused, and BrokenStepError if only a part could
+        be read.
         """
         self._offload.need("load a state", "weights", "optimizer")
         self.before_change()
         # The loaded weights may have the version of chunks that were written before,
         # with other content.
         self.exports.forget_chunks()
-        self._drop_gradient()
         progress = self._state.load(path, self._use_model)
         self.policy_version = progress.policy_version
         self.num_skipped_in_a_row = progress.num_skipped_in_a_row
@@ -693,10 +582,7 @@ class TrainerRank(TrainedModel):
         return sorted(self._offload.taken)
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move parts to host memory. Raises Refused, also while a gradient waits for
-        its step.
-        """
-        self._refuse_open_gradient("offload")
+        """Move parts to host memory. Raises Refused."""
         self._before_moves()
         return self._offload.offload(parts)
 
@@ -769,12 +655,10 @@ class TrainerRank(TrainedModel):
         return [tensor for tensor in tensors if id(tensor) not in of_model]
 
 
-def _name(batches: list[BatchNumbers]) -> str:
+def _name(header: api.BatchHeader) -> str:
     """Return the name of a step for messages, like "step 3 (groups 10, 11)"."""
     ids = dict[str, None]()
-    for batch in batches:
-        for entry in batch.header.trajectories:
-            ids[str(entry.group_id)] = None
-    step = batches[0].header.version + 1
+    for entry in header.trajectories:
+        ids[str(entry.group_id)] = None
     groups = ", ".join(ids)
-    return f"step {step} (groups {groups})"
+    return f"step {header.version + 1} (groups {groups})"

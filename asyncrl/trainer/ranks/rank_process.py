@@ -205,13 +205,6 @@ class TrainerService:
         header, arrays = api.unpack_batch(batch)
         return self._trained(self.rank.train(header, arrays))
 
-    def forward_backward(self, batch: bytes) -> api.TrainResponse:
-        metrics = self.rank.forward_backward(*api.unpack_batch(batch))
-        return self._trained(metrics)
-
-    def optimizer_step(self, _: bytes) -> api.TrainResponse:
-        return self._trained(self.rank.optimizer_step())
-
     def evaluate(self, batch: bytes) -> api.TrainResponse:
         return self._trained(self.rank.evaluate(*api.unpack_batch(batch)))
 
@@ -296,8 +289,6 @@ class RankCall(NamedTuple):
 
 CALLS = {
     "train": RankCall(bytes, TrainerService.train),
-    "forward_backward": RankCall(bytes, TrainerService.forward_backward),
-    "optimizer_step": RankCall(bytes, TrainerService.optimizer_step),
     "evaluate": RankCall(bytes, TrainerService.evaluate),
     "begin_export": RankCall(bytes, TrainerService.begin_export),
     "export_chunk": RankCall(

@@ -40,46 +40,21 @@ BEATS = 2
 
 @dataclass(frozen=True)
 class Ranks:
-    """Place of this process in the group, on three axes. Their sizes multiply to
-    `size`.
+    """Place of this process in the group.
 
-        replicate   copies of the weights; each copy reads other data (today always 1)
-        shard       ranks that share one copy of the weights (FSDP2) and read other data
-        context     ranks that share the sequences of the same data (today always 1)
-
-    Context ranks are neighbors. Example: shard=2, context=2.
-
-        rank        0  1  2  3
-        data_rank   0  0  1  1      ranks 0 and 1 get the same micro-batches
-        data_size   2
-
-    So a share of the data is data_rank of data_size, and a share of the weights is a
-    place on the axis "shard" of `mesh`, which is None without sharding.
+    `mesh`: its axis "shard" shards the weights (FSDP2); None without sharding. All ranks
+    read other data.
 
     Waits: a collective waits at most trainer.timeout_s, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
     """
 
     rank: int = 0
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
+    size: int = 1
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
-
-    @property
-    def size(self) -> int:
-        return self.data_size * self.context
-
-    @property
-    def data_size(self) -> int:
-        return self.replicate * self.shard
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.context
 
     @property
     def is_first(self) -> bool:
@@ -207,11 +182,10 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     select_device()
     commands = meet(spec, connect)
-    # An axis of size 1 would only cost a process group, so the mesh has no such axis.
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return Ranks(
         spec.rank,
-        shard=size,
+        size,
         mesh=mesh,
         commands=commands,
         timeout=timeout,

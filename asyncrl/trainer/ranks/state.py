@@ -66,10 +66,12 @@ from asyncrl.weights.export import (
     merge,
     named_weights,
     whole_tensors,
+    write_peft,
 )
 from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
 from asyncrl.weights.tensor_files import (
+    SCALE,
     SUFFIXES,
     adapted_modules,
     dtype_name,
@@ -575,21 +577,23 @@ def save_peft(
     chat_template: str | None,
 ) -> None:
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
-    from asyncrl.trainer.model.lora import save_adapter
-
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
     with loading(base):
         names = names_in_whole_model(base)
     adapters = rename_adapters(_read_adapters(state, getattr(torch, dtype)), names)
-    save_adapter(
-        path,
-        adapters,
-        lora,
-        name,
-        revision,
-    )
-    copy_files(base, path, chat_template, TOKENIZER)
+    scale = torch.tensor(lora.alpha / lora.rank, dtype=torch.float64)
+    with whole_folder(path) as unfinished:
+        unfinished.mkdir()
+        write_peft(
+            {**adapters, SCALE: scale},
+            unfinished,
+            base_model_name_or_path=name,
+            revision=revision,
+            inference_mode=True,
+        )
+        copy_files(base, unfinished, chat_template, TOKENIZER)
+        open_as(unfinished, unfinished / "adapter_config.json")
 
 
 def names_in_whole_model(base: Path) -> dict[str, str]:

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.models.devices import choose_device, to_device
-from asyncrl.models.loading import load_language_model
+from asyncrl.models.loading import load_language_model, loading
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
-from asyncrl.models.support import has_states
+from asyncrl.models.support import has_experts, has_states
 from asyncrl.weights.aside import give_back
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
@@ -90,16 +89,22 @@ class EmbeddedSpec(EngineSpec):
 
 class LoadedModel:
     def __init__(self, spec: EmbeddedSpec) -> None:
-        """Load and probe the model; exit if it is missing or unsupported."""
+        """Load and probe the model; exit if it is unsupported. Raises ConfigError if it
+        cannot be loaded.
+        """
         self.folder = Path(spec.model_path)
         self.device, self.dtype = choose_device(spec.device, spec.dtype)
         limit_memory(self.device, spec.share)
-        self.model = self._load(spec)
+        with loading(self.folder):
+            model = load_language_model(
+                self.folder, dtype=self.dtype, attn_implementation="eager"
+            )
+            self.model = model.to(self.device).eval().requires_grad_(False)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         if spec.returns_routing and not routers_of(self.model):
             what = f"{type(self.model).__name__} has no routers"
             fail(what, way_out="set algorithm.router_replay=false.")
-        self._refuse_lengths(spec)
+        refuse_lengths(self.model.config, spec.max_length)
         self.is_exact = self._is_exact(spec)
         if self.is_exact and self.dtype == torch.bfloat16:
             # oneDNN reads its environment at its first product, which is below. A
@@ -150,26 +155,6 @@ class LoadedModel:
             torch.cuda.synchronize(self.device)
         give_back(self.device)
 
-    def _load(self, spec: EmbeddedSpec) -> PreTrainedModel:
-        try:
-            model = load_language_model(
-                self.folder, dtype=self.dtype, attn_implementation="eager"
-            )
-            model = model.to(self.device)
-        except Exception as error:
-            way_out = "check model.path, and that transformers knows the model type."
-            fail(
-                f"cannot load the model in {self.folder}: {error}",
-                way_out=way_out,
-            )
-        return model.eval().requires_grad_(False)
-
-    def _refuse_lengths(self, spec: EmbeddedSpec) -> None:
-        try:
-            refuse_lengths(self.model.config, spec.max_length)
-        except ConfigError as error:
-            fail(error.what, rule=error.rule, way_out=error.way_out)
-
     @contextmanager
     def short_windows(self, max_length: int) -> Iterator[None]:
         """Shorten windows and chunks that probes do not reach, so that a check of few
@@ -196,12 +181,8 @@ class LoadedModel:
             return spec.deterministic
         # An expert's rounding changes with the number of rows routed to it. A prompt's
         # recurrence is summed in another order than decoded tokens.
-        has_experts = any(
-            name.endswith("experts") or type(module).__name__.endswith("Experts")
-            for name, module in self.model.named_modules()
-        )
         architecture = self.model.config.get_text_config().to_dict()
-        return not (has_experts or has_states(architecture))
+        return not (has_experts(architecture) or has_states(architecture))
 
     @torch.inference_mode()
     def _use_slots(self, spec: EmbeddedSpec) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
@@ -275,7 +276,10 @@ def build_engine(
 ) -> Engine:
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     torch.set_num_threads(spec.threads)
-    loaded = LoadedModel(spec)
+    try:
+        loaded = LoadedModel(spec)
+    except ConfigError as error:
+        fail(error.what, rule=error.rule, way_out=error.way_out)
     if spec.deterministic is True and loaded.mixers:
         fail(
             "deterministic=true: rounding of layers with states depends on how many tokens they "

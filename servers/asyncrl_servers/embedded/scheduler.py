@@ -26,7 +26,7 @@ from asyncrl.messages.tokens import (
     Tokens,
     Values,
 )
-from asyncrl_servers.embedded.adjusted_logits import AdjustedIds, adjust
+from asyncrl_servers.embedded.adjusted_logits import AdjustedRow, adjust
 from asyncrl_servers.embedded.decoder import (
     Drawn,
     EmbeddedSpec,
@@ -62,6 +62,7 @@ class Sequence(Run):
         token_ids: npt.NDArray[np.int64],
         stop_watch: StopWatch | None,
         matcher: TokenMatcher | None,
+        adjusted: AdjustedRow | None,
     ) -> None:
         super().__init__(asked, listener)
         self.token_ids = token_ids
@@ -69,10 +70,7 @@ class Sequence(Run):
         self.matcher = matcher
         self.allowed = None if matcher is None else matcher.allowed()
         """Next tokens, bool [V]; None: all."""
-        self.adjusted: AdjustedIds | None = None
-        if (adjustment := self.request.adjustment) is not None:
-            counts = self.request.num_resumed, self.request.max_tokens
-            self.adjusted = AdjustedIds(adjustment, token_ids, *counts)
+        self.adjusted = adjusted
         self.lists: dict[str, list[npt.NDArray[np.generic]]] = {}
         """Of the unreported tokens, by column."""
         self.num_told = len(token_ids)
@@ -366,10 +364,15 @@ class Scheduler(RunQueue[Sequence]):
             stop_watch = StopWatch(
                 request.stop, loaded.decode, resumed, stop_ids, request.thinking
             )
+        adjusted = None
+        if (adjustment := request.adjustment) is not None:
+            adjusted = AdjustedRow(
+                adjustment, token_ids, request.num_resumed, loaded.vocab_size
+            )
         try:
             if request.grammar is not None:
                 matcher = loaded.grammars.begin(request.grammar, resumed)
-            return Sequence(asked, listener, token_ids, stop_watch, matcher)
+            return Sequence(asked, listener, token_ids, stop_watch, matcher, adjusted)
         except GrammarError as error:
             raise grammar_refusal(request, error) from None
 
