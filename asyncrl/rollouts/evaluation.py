@@ -142,11 +142,9 @@ class HeldOut:
             self.newest = version
         return is_due
 
-    async def evaluate(
-        self, version: int, on_sampled: Callable[[], None] = lambda: None
-    ) -> EvalResult:
+    async def evaluate(self, version: int) -> EvalResult:
         """Return all samples, in prompt order. Raises ComponentError if the engine is
-        lost. `on_sampled` is called after each.
+        lost.
         """
         self.broken.clear()
         runner = RolloutRunner(
@@ -167,13 +165,10 @@ class HeldOut:
             for index in range(self.config.samples)
         ]
 
-        async def run(place: int, attempt: RolloutAttempt) -> Rollout | FailedRollout:
-            try:
-                return await runner.run(attempt, slots=slots, order=(place,))
-            finally:
-                on_sampled()
-
-        runs = itertools.starmap(run, enumerate(attempts))
+        runs = [
+            runner.run(attempt, slots=slots, order=(place,))
+            for place, attempt in enumerate(attempts)
+        ]
         # return_exceptions: all rollouts have ended before an error is raised.
         # Otherwise the others would sample on.
         outcomes = await asyncio.gather(*runs, return_exceptions=True)

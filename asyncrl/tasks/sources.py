@@ -129,14 +129,13 @@ def make_prompt_source(
     config: RunConfig,
     tasks: Mapping[str, PromptTask],
     *,
-    in_order: bool = False,
     on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
 ) -> PromptSource:
     sources = [
         TaskPrompts(
             tasks[name],
             seed=config.seed,
-            shuffle=settings.shuffle and not in_order,
+            shuffle=settings.shuffle,
             system_prompt=settings.system_prompt,
             label=name,
             by_difficulty=settings.sampling == "by_difficulty",
