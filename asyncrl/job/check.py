@@ -392,10 +392,8 @@ def validate(
         config, found, needs_weights=needs_weights
     )
     _check_prompts(config, found, tokenizer)
-    if tokenizer is not None:
-        found.lines += _later_prompts(config, tokenizer)
-    elif ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "")
+    template = "" if tokenizer is None else tokenizer.template
+    find_tool_format(config.gateway.tool_format, template)
     if tokenizer is not None:
         find_models(config, tokenizer, find_on_disk)
     _try_engines(config, found)
@@ -406,22 +404,6 @@ def validate(
             load_advantage(algorithm.advantage)
     _check_harnesses(config, found)
     return found
-
-
-def _later_prompts(config: RunConfig, tokenizer: HFChatTokenizer) -> Iterator[str]:
-    """Yield how the template changes earlier answers. Raises ConfigError if there is no
-    such tool format.
-    """
-    tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
-    if changed := tokenizer.changed_answer(tool_format.thinking):
-        sampled, written = changed
-        effect = "and later prompts are its own"
-        if config.gateway.thoughts == "keep":
-            effect = "but later prompts keep the sampled tokens"
-        yield (
-            f"conversations: the template writes the earlier answer {sampled!r} as {written!r}, "
-            f"{effect} (gateway.thoughts={config.gateway.thoughts})"
-        )
 
 
 def _check_harnesses(config: RunConfig, found: Found) -> None:
