@@ -720,13 +720,6 @@ def work(
     max_memory_mb: Annotated[
         int | None, Option(help="Memory of a sandboxed process, in MiB.")
     ] = None,
-    min_memory_mb: Annotated[
-        int, Option(help="Take no work with less free memory, in MiB.")
-    ] = 256,
-    min_disk_mb: Annotated[
-        int,
-        Option(help="Take no work with less free disk for temporary files, in MiB."),
-    ] = 256,
     give_up_after: Annotated[
         float, Option(metavar="SECONDS", help="End if the gateway is silent this long.")
     ] = 1800.0,
@@ -756,8 +749,6 @@ def work(
         sandbox=sandbox,
         sandbox_paths=sandbox_paths,
         max_memory_mb=max_memory_mb,
-        min_memory_mb=min_memory_mb,
-        min_disk_mb=min_disk_mb,
         give_up_s=give_up_after,
     )
     _exit(code)

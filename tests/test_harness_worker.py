@@ -17,7 +17,7 @@ from harness_gateway import WORKER_KEY, open_gateway, processes_of, working
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
-from asyncrl.agents.worker import Room, Worker, WorkerSettings
+from asyncrl.agents.worker import Worker, WorkerSettings
 from asyncrl.base.errors import ComponentError, ConfigError, RolloutFailure
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
@@ -164,13 +164,6 @@ async def test_worker_without_memory_or_disk_takes_no_work(
     steps = Steps()
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        worker = Worker(
-            [steps], caller, WorkerSettings(name="w", slots=3, room=Room(disk_mb=10**9))
-        )
-        assert (
-            "100 MiB of memory are free, 256 must be and"
-            in Room(disk_mb=10**9).shortage()
-        )
         worker = Worker([steps], caller, WorkerSettings(name="w", slots=3))
         living = asyncio.ensure_future(worker.run())
         running = asyncio.ensure_future(gateway.run(0))
@@ -191,13 +184,11 @@ async def test_worker_without_room_ends_with_its_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.agents.worker.MAX_SIGN_PERIOD_S", 0.04)
+    monkeypatch.setattr("asyncrl.agents.worker.MIN_FREE_MIB", 10**9)
     async with open_gateway() as gateway:
         caller = gateway.worker()
-        room = Room(memory_mb=10**9)
         worker = Worker(
-            [Steps()],
-            caller,
-            WorkerSettings(name="w", slots=1, room=room, give_up_s=60.0),
+            [Steps()], caller, WorkerSettings(name="w", slots=1, give_up_s=60.0)
         )
         living = asyncio.ensure_future(worker.run())
         await until(lambda: "takes none" in gateway.queue.what_runs())

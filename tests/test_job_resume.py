@@ -404,7 +404,7 @@ TEMPLATE = """
 CHANGED = """
 model: {dtype: bfloat16, chat_template: chat.jinja, chat_template_kwargs: {ask: true}}
 task: {python: "asyncrl.tasks.toy:Letters", args: {letters: abcd}, system_prompt: ab}
-generator: {python: "agents_for_test:two_turns", args: {bonus: 0.1}, outcomes: none, on_overflow: fail,
+generator: {python: "agents_for_test:two_turns", args: {bonus: 0.1}, outcomes: none,
   on_timeout: score, give_answer: true}
 gateway: {on_sampling_override: honour, max_rollout_tokens: 90, thoughts: as_template,
   thoughts_field: reasoning_content, parse_special_tokens: false, tool_format: none}

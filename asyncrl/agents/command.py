@@ -30,11 +30,10 @@ from asyncrl.agents.harness import (
     OUTCOME,
     AnyTask,
     Session,
-    first_fault,
     without_proxy,
 )
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
-from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure, first_fault
 from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
 from asyncrl.base.signals import IGNORE_IN_SHELL
 from asyncrl.base.waits import shielded

@@ -12,12 +12,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from asyncrl.base.errors import (
     ConfigError,
     RolloutFailure,
     RolloutTimeout,
+    first_fault,
 )
 from asyncrl.base.extensions import load_place
 from asyncrl.base.failures import FailureKind, kind_of_error
@@ -280,10 +281,3 @@ def as_outcome(value: object) -> Outcome:
             rule="return a finite number, an Outcome, or None for the task's own reward",
             kind=FailureKind.CORRUPT_RESULT,
         ) from error
-
-
-def first_fault(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.requests import ApiError, invalid
-from asyncrl.agents.harness import OUTCOME, first_fault
-from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
+from asyncrl.agents.harness import OUTCOME
+from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure, first_fault
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import Signal, waiting

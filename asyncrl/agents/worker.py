@@ -82,32 +82,26 @@ ROOM_PERIOD_S = 2.0
 MIB = 2**20
 
 
-class Room(Message):
-    """Memory and disk in MiB that stay free: a worker with less takes no work."""
+MIN_FREE_MIB = 256
+"""Memory and disk that stay free: a worker with less takes no work."""
 
-    memory_mb: int = Field(default=256, ge=0)
-    disk_mb: int = Field(default=256, ge=0)
 
-    def shortage(self) -> str:
-        """Return what is short, or an empty text."""
-        free = {
-            "memory": (available_memory() // MIB, self.memory_mb),
-            "disk": (
-                shutil.disk_usage(tempfile.gettempdir()).free // MIB,
-                self.disk_mb,
-            ),
-        }
-        return " and ".join(
-            f"{has} MiB of {name} are free, {needed} must be"
-            for name, (has, needed) in free.items()
-            if has < needed
-        )
+def shortage() -> str:
+    """Return what is short on this machine, or an empty text."""
+    free = {
+        "memory": available_memory() // MIB,
+        "disk": shutil.disk_usage(tempfile.gettempdir()).free // MIB,
+    }
+    return " and ".join(
+        f"{num_mib} MiB of {name} are free, {MIN_FREE_MIB} must be"
+        for name, num_mib in free.items()
+        if num_mib < MIN_FREE_MIB
+    )
 
 
 class WorkerSettings(Message):
     name: str
     slots: int = Field(ge=1)
-    room: Room = Room()
     give_up_s: float | None = Field(default=None, ge=0)
 
 
@@ -197,7 +191,7 @@ class Worker:
 
     async def _wait_room(self) -> None:
         """Wait until the machine has memory and disk for another rollout."""
-        while (short := self.settings.room.shortage()) and not self._is_over:
+        while (short := shortage()) and not self._is_over:
             if not self._busy:
                 log.warning("worker %s takes no work: %s", self.settings.name, short)
             self._busy = short
@@ -433,8 +427,6 @@ def run_worker(
     name: str | None,
     args: str | None,
     env: Sequence[str],
-    min_memory_mb: int,
-    min_disk_mb: int,
     give_up_s: float,
     **settings: object,
 ) -> int:
@@ -459,7 +451,6 @@ def run_worker(
             name=name or f"{socket.gethostname()}/{os.getpid()}",
             url=url.rstrip("/").removesuffix("/v1"),
             slots=slots,
-            room=Room(memory_mb=min_memory_mb, disk_mb=min_disk_mb),
             harnesses=[config],
             give_up_s=give_up_s,
         )

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from asyncrl.base.failures import FailureKind
 
@@ -191,6 +191,14 @@ class Message(BaseModel):
     """Frozen message; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def first_fault(error: Exception) -> str:
+    """Return the first wrong field of a value, and why; or the text of another error."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
 
 
 class ErrorBody(Message):

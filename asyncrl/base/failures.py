@@ -86,7 +86,7 @@ WAYS_OUT = {
     "dspy.configure_cache), and let the agent call the model at its session's address, with its key.",
     FailureKind.CRASH_AFTER_ANSWER: f"{_LOG}; if the policy is the cause, return a reward.",
     FailureKind.TIMEOUT_AFTER_ANSWER: "raise rollout.timeout_s, or limit the agent's tools and turns.",
-    FailureKind.LIMIT: "raise that limit, or set generator.on_overflow=truncate.",
+    FailureKind.LIMIT: "raise that limit, or let the agent end at its error.",
     FailureKind.PROMPT: "correct the prompt, or leave it out of the task.",
     FailureKind.REFUSED: "correct what the engine's answer names.",
     FailureKind.REWARD_MISSING: "post rewards sooner, or raise generator.outcome_timeout_s.",

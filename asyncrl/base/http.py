@@ -32,7 +32,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.base.errors import ErrorBody, fatal_line
+from asyncrl.base.errors import ErrorBody, fatal_line, first_fault
 from asyncrl.base.host import leave_process
 from asyncrl.base.signals import END, STACKS, ignore_stops
 from asyncrl.base.waits import within
@@ -384,11 +384,8 @@ def read_message(kind: type[Answer], text: bytes) -> Answer:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
         raise Refused(
-            422,
-            f"{'.'.join(map(str, ('body', *first['loc'])))}: {first['msg']}",
-            rule="see asyncrl/messages",
+            422, f"body: {first_fault(error)}", rule="see asyncrl/messages"
         ) from error
 
 

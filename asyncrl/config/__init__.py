@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from asyncrl.config.eval_config import EvalConfig as EvalConfig
     from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
     from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig
-    from asyncrl.config.generator_config import OnOverflow as OnOverflow
     from asyncrl.config.generator_config import OnTimeout as OnTimeout
     from asyncrl.config.generator_config import Outcomes as Outcomes
     from asyncrl.config.job_config import JobConfig as JobConfig
@@ -39,7 +38,6 @@ _FOUND_IN = {
     "EvalConfig": "eval_config",
     "GatewayConfig": "gateway_config",
     "GeneratorConfig": "generator_config",
-    "OnOverflow": "generator_config",
     "OnTimeout": "generator_config",
     "Outcomes": "generator_config",
     "JobConfig": "job_config",

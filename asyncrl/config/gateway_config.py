@@ -45,12 +45,12 @@ class GatewayConfig(FrozenConfig):
     false: as text, so that a web page cannot write a turn.
     """
     max_calls: Count = 256
-    """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl
+    """Calls per rollout; the next gets 429. A key of `asyncrl
     serve gateway` has no limit.
     """
     max_rollout_tokens: Count | None = 2**18
     """Tokens of a rollout; shared context counts in each branch. The next call gets 429
-    (generator.on_overflow) (none = no limit)."""
+    (none = no limit)."""
     lease_timeout_s: PositiveFloat = 60.0
     """Timeout without a heartbeat, in seconds, until a worker's rollouts fail."""
 

@@ -24,7 +24,6 @@ ENDPOINT_ENV = {
 }
 """Variables of a command's environment, and the part of the endpoint's address in each."""
 Outcomes = Literal["returned", "posted", "later", "none"]
-OnOverflow = Literal["truncate", "fail"]
 OnTimeout = Literal["fail", "score"]
 
 
@@ -99,11 +98,6 @@ class GeneratorConfig(FrozenConfig):
     """Timeout for a reward that is posted later, in seconds since the end of its rollout,
     or since a resume. On expiry the rollout fails (none = no limit).
     """
-    on_overflow: OnOverflow = "truncate"
-    """Applies when a conversation exceeds rollout.max_prompt_tokens, gateway.max_calls
-    or gateway.max_rollout_tokens. truncate: score the sampled tokens, marked as
-    truncated. fail: fail the rollout and retry it.
-    """
     on_timeout: Annotated[OnTimeout, NotWith("outcomes", ("posted",))] = "fail"
     """Applies when an agent has called the model and runs out of time: rollout.timeout_s, or
     the time limit of an agent of verifiers or Harbor. fail: fail the rollout and retry
@@ -155,7 +149,6 @@ class GeneratorConfig(FrozenConfig):
             "stop": ["a single turn"],
             "args": [name for name in HARNESSES if HARNESSES[name].takes_args],
             "give_answer": kinds,
-            "on_overflow": kinds,
             "on_timeout": kinds,
             "outcomes": {
                 "posted": ["command", "remote"],

@@ -305,7 +305,6 @@ def make_generator(
             agents.gateway,
             agents.queue,
             scorers,
-            settings.on_overflow,
             settings.on_timeout,
             agents.late,
             by_turn=algorithm.turn_discount is not None,

@@ -368,7 +368,6 @@ def make_held_out(
             host,
             agents.queue,
             scorers,
-            program.on_overflow,
             program.on_timeout,
             harness=config.harnesses.index(program),
             rules=limits.rules_of_session,

@@ -181,11 +181,14 @@ class HeldOut:
         # reward. Neither measures the policy.
         if self.broken:
             raise self.broken[0]
-        ended = list[Rollout | FailedRollout]()
+        ended = list[Rollout | RolloutFailure]()
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            ended.append(outcome)
+            if isinstance(outcome, FailedRollout):
+                ended.append(outcome.failure)
+            else:
+                ended.append(outcome)
         size = self.config.samples
         groups = [ended[at : at + size] for at in range(0, len(ended), size)]
         scored = await asyncio.gather(*map(self._score_group, self.prompts, groups))
@@ -209,27 +212,22 @@ class HeldOut:
         )
 
     async def _score_group(
-        self, prompt: Prompt, outcomes: Sequence[Rollout | FailedRollout]
-    ) -> list[Rollout | RolloutFailure]:
+        self, prompt: Prompt, outcomes: Sequence[Rollout | RolloutFailure]
+    ) -> Sequence[Rollout | RolloutFailure]:
         """Return the prompt's outcomes, after its reward if the task scores whole
         groups.
         """
-        failures = dict[int, RolloutFailure]()
-        rollouts = dict[int, Rollout]()
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, FailedRollout):
-                failures[index] = outcome.failure
-            else:
-                rollouts[index] = outcome
-        if any(rollout[0].unscored is not None for rollout in rollouts.values()):
-            scorer = self.scorers.of(prompt)
-            size = len(outcomes)
-            scored, failed = await score_group(scorer, prompt, rollouts, size)
-            rollouts |= scored
-            failures |= failed
-        return [
-            failures.get(index) or rollouts[index] for index in range(len(outcomes))
-        ]
+        rollouts = {
+            index: outcome
+            for index, outcome in enumerate(outcomes)
+            if not isinstance(outcome, RolloutFailure)
+        }
+        if all(rollout[0].unscored is None for rollout in rollouts.values()):
+            return outcomes
+        scorer = self.scorers.of(prompt)
+        scored, failed = await score_group(scorer, prompt, rollouts, len(outcomes))
+        rewarded = {**dict(enumerate(outcomes)), **scored, **failed}
+        return [*rewarded.values()]
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from asyncrl.base.errors import (
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import message_of
 from asyncrl.base.waits import Signal, waiting
-from asyncrl.config import OnOverflow, OnTimeout
+from asyncrl.config import OnTimeout
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
@@ -598,8 +598,8 @@ class HarnessGenerator:
     """Run the harness on a worker, in a session per attempt.
 
     The clock of rollout.timeout_s stops while work is queued. A rollout that reached a
-    limit is truncated or failed, by `on_overflow`; truncated without reward gets 0. One
-    that ran out of time fails or is scored, by `on_timeout`; without reward it fails.
+    limit is truncated; without a reward it gets 0. One that ran out of time fails or is
+    scored, by `on_timeout`; without reward it fails.
     `by_turn`: give each turn a credit (algorithm.turn_discount). `harness`: see Work.
     `rules`: of the task's sessions.
     """
@@ -607,7 +607,6 @@ class HarnessGenerator:
     host: SessionHost
     queue: WorkQueue
     scorers: Scorers
-    on_overflow: OnOverflow = "truncate"
     on_timeout: OnTimeout = "fail"
     late: LateRewards | None = None
     """Set if rewards are posted later."""
@@ -711,7 +710,6 @@ class HarnessGenerator:
                 session.overflow is None
                 # A full disk or a lost worker says nothing about the policy.
                 or not failure.kind.may_be_policys
-                or self.on_overflow == "fail"
                 or not session.num_completions
             ):
                 raise
@@ -723,12 +721,6 @@ class HarnessGenerator:
                 failure,
             )
             return Outcome(), True
-        if session.overflow is not None and self.on_overflow == "fail":
-            raise RolloutFailure(
-                f"{work.rollout_id} reached a limit: {session.overflow}",
-                way_out="raise it, or set generator.on_overflow to truncate.",
-                kind=FailureKind.LIMIT,
-            )
         if outcome.timed_out and not is_scored_late:
             raise RolloutTimeout(
                 f"{work.rollout_id}: its agent reached its own time limit",

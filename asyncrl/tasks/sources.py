@@ -6,12 +6,11 @@ extensions, and the `math` reward.
 from __future__ import annotations
 
 import codecs
-import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +20,13 @@ import xxhash
 from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.extensions import load_place
 from asyncrl.base.files import write_whole
-from asyncrl.base.user_code import check_call, load_object, message_of, raised
+from asyncrl.base.user_code import (
+    NOT_USERS,
+    check_call,
+    load_object,
+    message_of,
+    raised,
+)
 from asyncrl.config import EvalConfig, GeneratorConfig, RunConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
@@ -122,14 +127,13 @@ def make_prompt_source(
     config: RunConfig,
     tasks: Mapping[str, PromptTask],
     *,
-    in_order: bool = False,
     on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
 ) -> PromptSource:
     sources = [
         TaskPrompts(
             tasks[name],
             seed=config.seed,
-            shuffle=settings.shuffle and not in_order,
+            shuffle=settings.shuffle,
             system_prompt=settings.system_prompt,
             label=name,
             by_difficulty=settings.sampling == "by_difficulty",
@@ -285,23 +289,12 @@ def _read_parquet(path: Path) -> dict[str, Mapping[str, object]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(path)
-    found: dict[str, Mapping[str, object]] = {}
-    for number, row in enumerate(table.to_pylist()):
-        found[f"{path} row {number}"] = {
-            name: _with_json(row[name], table.schema.field(name).type) for name in row
-        }
-    return found
-
-
-def _with_json(value: Any, kind: Any) -> Any:
-    """Decode what a column of datasets.Json() stores as text, at any depth."""
-    if value is None or "arrow.json" not in str(kind):
-        return value
-    if getattr(kind, "extension_name", "") == "arrow.json":
-        return json.loads(value)
-    if isinstance(value, dict):
-        return {name: _with_json(value[name], kind[name].type) for name in value}
-    return [_with_json(item, kind.value_type) for item in value]
+    if "arrow.json" in str(table.schema):
+        raise ValueError(
+            "it has columns of datasets.Json(); write task.dataset=FOLDER for its folder"
+        )
+    rows = enumerate(table.to_pylist())
+    return {f"{path} row {number}": row for number, row in rows}
 
 
 READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
@@ -395,7 +388,6 @@ class DataPin:
 
 
 CODE_PIN = "code.json"
-IMPORT = re.compile(r"^\s*(?:from|import)\s.*", re.MULTILINE)
 NAMES_OF_CODE = re.compile(r'"([\w./-]+(?::[A-Za-z_][\w.]*|\.py|\.sh|\.jinja))"')
 
 
@@ -425,40 +417,23 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Return the file of a loaded `module:function` or of a path, and the files that it
-    imports, directly or through others: those next to the importing file, and those in
-    the folder of its topmost package.
+    """Return the file of a loaded `module:function` or of a path, and the files of the
+    user's modules that are loaded from the folder of its topmost package.
     """
     module = sys.modules.get(name.partition(":")[0])
     path = Path(getattr(module, "__file__", None) or name)
     if not path.is_file():
         return []
-    depth = getattr(module, "__name__", "").count(".") + (path.stem == "__init__")
+    if module is None:
+        return [path]
+    depth = module.__name__.count(".") + (path.stem == "__init__")
     top = path.parents[depth]
     found = [path]
-    for file in found:  # grows
-        for near in _imported(file, top):
-            if near not in found:
-                found.append(near)
+    for other in list(sys.modules.values()):
+        file = getattr(other, "__file__", None) or ""
+        if Path(file).is_relative_to(top) and not file.startswith(NOT_USERS):
+            found.append(Path(file))
     return found
-
-
-def _imported(file: Path, top: Path) -> Iterator[Path]:
-    """Yield the files of modules that `file` may import, from its folder or from `top`.
-
-    Example: `from rules.math import score` may mean rules/math.py, rules/math/score.py,
-    or a package's __init__.py. Other words of the line seldom name a file.
-    """
-    for line in IMPORT.findall(file.read_text(errors="replace")):
-        words = re.findall(r"\w+(?:\.\w+)*", line)
-        package = "".join(words[1:2])
-        if package.partition(".")[0] == "asyncrl":
-            continue
-        names = [*words, *(f"{package}.{word}" for word in words)]
-        for name, folder in itertools.product(names, (file.parent, top)):
-            stem = folder.joinpath(*name.split("."))
-            candidates = (stem.with_suffix(".py"), stem / "__init__.py")
-            yield from filter(Path.is_file, candidates)
 
 
 # ---- libraries

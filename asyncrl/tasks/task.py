@@ -13,7 +13,7 @@ from uuid import UUID
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from asyncrl.base.errors import ConfigError, Message
+from asyncrl.base.errors import ConfigError, Message, first_fault
 from asyncrl.base.progress import LongWork, told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.config import TaskConfig
@@ -103,10 +103,8 @@ def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
     try:
         return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{where} is not a valid prompt: {content!r:.160} ({place} {first['msg']})",
+            f"{where} is not a valid prompt: {content!r:.160} ({first_fault(error)})",
             rule="a prompt is a text, or a list of chat messages with `role` and `content`, not empty",
             way_out="correct it, or name the right column as task.prompt_column.",
         ) from error

@@ -327,15 +327,10 @@ class OpenSession:
             )
 
         try:
-            async with within(None, lambda: cut(self.ended)) as scope:
-                self._scopes.add(scope)
+            async with self._until_end(cut) as scope, AsyncExitStack() as place:
                 connection.on_lost = partial(_cut, scope)
-                try:
-                    async with AsyncExitStack() as place:
-                        await place.enter_async_context(self._open_requests)
-                        yield place
-                finally:
-                    self._scopes.discard(scope)
+                await place.enter_async_context(self._open_requests)
+                yield place
         except ApiError as error:
             # A prompt that no longer fits is a limit like max_calls: unless the agent
             # continues with a shorter prompt, its rollout is truncated, not failed.

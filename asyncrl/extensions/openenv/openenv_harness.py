@@ -20,8 +20,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from asyncrl.agents.harness import AnyTask, Session, first_fault
-from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
+from asyncrl.agents.harness import AnyTask, Session
+from asyncrl.base.errors import (
+    ConfigError,
+    RolloutFailure,
+    first_fault,
+    install_extra,
+)
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.extensions.openenv.settings import ADDRESS, OpenEnvArgs

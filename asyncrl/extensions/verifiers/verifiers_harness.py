@@ -22,12 +22,12 @@ from asyncrl.agents.harness import (
     REQUEST_LOGGERS,
     AnyTask,
     Session,
-    first_fault,
 )
 from asyncrl.base.errors import (
     ConfigError,
     RewardFailure,
     RolloutFailure,
+    first_fault,
     install_extra,
 )
 from asyncrl.base.failures import FailureKind, kind_of_text

@@ -24,7 +24,6 @@ from asyncrl.job.check.model_check import (
     check_support,
     check_tokenizer,
     find_models,
-    later_prompts,
     try_engines,
 )
 from asyncrl.job.check.prompt_check import check_prompts
@@ -172,10 +171,8 @@ def validate(
         config, found, needs_weights=needs_weights
     )
     check_prompts(config, found, tokenizer)
-    if tokenizer is not None:
-        found.lines += later_prompts(config, tokenizer)
-    elif ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "")
+    template = "" if tokenizer is None else tokenizer.template
+    find_tool_format(config.gateway.tool_format, template)
     if tokenizer is not None:
         find_models(config, tokenizer, find_on_disk)
     try_engines(config, found)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from asyncrl.agents import Session
-from asyncrl.agents.harness import AnyTask, first_fault
-from asyncrl.base.errors import ConfigError
+from asyncrl.agents.harness import AnyTask
+from asyncrl.base.errors import ConfigError, first_fault
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl_tries.settings import TRIES, TriesArgs
 
