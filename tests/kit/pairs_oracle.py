@@ -40,6 +40,8 @@ ALARM = re.compile(r"^[\d-]+ \S+ (WARNING|ERROR|CRITICAL) |^Traceback")
 HARMLESS = re.compile(
     r"checkpoint of version \d+ skipped: the previous one is still being written"
     r"|resuming with trainer.learning_rate: 0.003 -> 0.001"
+    # Of an agent that edits its history.
+    r"|differs from the call before, so this call begins a new branch"
     # Of processes that outlive others by some milliseconds as the script kills the run.
     r"|gateway gave no answer to /work/|was killed by SIGKILL"
     # Of transformers: packages for CUDA are not installed.

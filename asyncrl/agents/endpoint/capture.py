@@ -60,6 +60,8 @@ class PromptPlan:
     match: PromptMatch | None
     whole: Prefix
     prompt_ids: npt.NDArray[np.int32]
+    changed: int | None = None
+    """The message whose change began a branch."""
 
     @property
     def text(self) -> str:
@@ -112,6 +114,7 @@ class Capture:
         """How the last trained call of each branch read the tokens before its own."""
         self._recorded = Recorded(self.frames)
         self._num_calls = 0
+        self._last_forms: Sequence[int] = ()
 
     @property
     def num_completions(self) -> int:
@@ -173,6 +176,11 @@ class Capture:
         # Nothing is recorded yet, so the harness cannot have edited anything.
         if parent is None and not self._nodes:
             how = "new"
+        changed = None
+        if match is not None:
+            if how == "edited":
+                changed = match.chain.changed_since(self._last_forms)
+            self._last_forms = match.chain.forms
         deviations = match.deviations if match is not None else ()
         for name in ("calls", how, *(f"kept_{each}" for each in deviations)):
             self.counts[name] += 1
@@ -184,7 +192,7 @@ class Capture:
         if parent is not None:
             prompt_ids = np.concatenate([parent.all_ids(), added])
         return PromptPlan(
-            self._num_calls - 1, how, added, parent, match, whole, prompt_ids
+            self._num_calls - 1, how, added, parent, match, whole, prompt_ids, changed
         )
 
     def record(

@@ -105,8 +105,12 @@ class Chain:
         self._state = new_hash(about)
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
+        self.forms: list[int] = []
+        """Hashes of the messages, each alone."""
         for index, message in enumerate(messages):
-            key = self.key_with(message)
+            form = _canonical(message, marks, self._defaults)
+            self.forms.append(hash(form))
+            key = self._key_with(form)
             # An answer may come back in another form, for example without its thought.
             # The chat continues from the delivered form. Otherwise the next answer
             # would not be found.
@@ -116,9 +120,21 @@ class Chain:
             self._state = new_hash(key)
 
     def key_with(self, message: Message) -> bytes:
+        return self._key_with(_canonical(message, self.marks, self._defaults))
+
+    def _key_with(self, form: bytes) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(message, self.marks, self._defaults))
+        state.update(form)
         return state.digest()
+
+    def changed_since(self, before: Sequence[int]) -> int | None:
+        """Return the first message that differs from an earlier chat's, given its
+        `forms`, if the next message is the same: another agent has another chat.
+        """
+        pairs = zip(before, self.forms, strict=False)
+        same = [old == new for old, new in pairs]
+        at = same.index(False) if False in same else len(same)
+        return at if True in same[at + 1 : at + 2] else None
 
 
 def _canonical(message: Message, marks: Marks, defaults: Defaults) -> bytes:

@@ -26,6 +26,7 @@ from asyncrl.agents.endpoint.requests import (
     RequestReader,
     invalid,
     parse_json,
+    shown,
     text_joint,
     too_long,
 )
@@ -256,7 +257,16 @@ class GatewaySession(OpenSession):
             raise invalid("prompt has no token.", "prompt")
         # Other calls may have been recorded since the match, which still holds:
         # recorded nodes never change and never leave.
-        return self.capture.plan(ids, match)
+        planned = self.capture.plan(ids, match)
+        if planned.changed is not None:
+            message = asked.messages[planned.changed]
+            self.route.reader.log_once(
+                f"changed {message['role']}",
+                f"messages[{planned.changed}] ({message['role']}) differs from the call before, so this call "
+                f"begins a new branch with its whole prompt: {shown(message['content'])}. Keep times and "
+                "other changing texts out of it, or put them into the last message",
+            )
+        return planned
 
     async def _matched(
         self, asked: ChatRequest, num_bytes: int
