@@ -91,8 +91,8 @@ class TracedRun:
             for call in branch.calls:
                 times = _ns(call.begun_s), _ns(call.ended_s)
                 about = self._about_call(branch, call)
-                path = name, call.name
-                spans.append(self._span("chat", self.model, path, times, about))
+                of_call = name, call.name
+                spans.append(self._span("chat", self.model, of_call, times, about))
             for call, following in pairwise(branch.calls):
                 for tool_id, tool in call.tools:
                     start_ns = _ns(call.ended_s)
@@ -195,7 +195,9 @@ def otlp_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
     (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
     """
     # Unlike the JSON of protobuf: ids are hexadecimal, and enums are numbers.
-    written = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+    written: dict[str, Any] = MessageToDict(
+        encode_spans(spans), use_integers_for_enums=True
+    )
     for of_resource in written["resourceSpans"]:
         for of_scope in of_resource["scopeSpans"]:
             for span in of_scope["spans"]:
