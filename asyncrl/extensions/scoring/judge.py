@@ -7,15 +7,14 @@ import logging
 import math
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from hashlib import blake2b
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.base.errors import (
     ComponentError,
@@ -106,20 +105,8 @@ class JudgeResponse:
     num_tokens: int
 
 
-class AskJudge(Protocol):
-    """Asks a judge that the run serves. Raises RequestRefused (data) or EngineError."""
-
-    async def __call__(
-        self, text: str, *, max_tokens: int, temperature: float, seed: int
-    ) -> JudgeResponse: ...
-
-
-class Question:
-    """A text that is being asked. All calls that wait for it share its failure."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.failure: UserCodeFailed | None = None
+AskJudge = Callable[..., Awaitable[JudgeResponse]]
+"""ServedJudge.ask of a judge that the run serves."""
 
 
 class Judge(AskedScorer):
@@ -146,8 +133,8 @@ class Judge(AskedScorer):
         self._limits = MinuteLimits(
             config.requests_per_minute, config.tokens_per_minute
         )
-        self._known = OrderedDict[bytes, Any]()
-        self._asked = WeakValueDictionary[bytes, Question]()
+        self._known = OrderedDict[bytes, asyncio.Task[Any]]()
+        """Of each text the answer, or the request for it. aclose() ends them."""
         self._num_reserved = 0
         """Estimated tokens of the requests in flight."""
         self.num_requests = 0
@@ -188,6 +175,8 @@ class Judge(AskedScorer):
         }
 
     async def aclose(self) -> None:
+        for question in self._known.values():
+            question.cancel()
         if self._client is not None:
             await self._client.close()
 
@@ -272,28 +261,25 @@ class Judge(AskedScorer):
         text = f"{num_places} {request}"
         # surrogatepass: a completion may have any character
         key = blake2b(text.encode("utf-8", "surrogatepass")).digest()
-        # A lock for each text: rollouts of a group often give the same short answer at
-        # the same time.
-        question = self._asked.setdefault(key, Question())
+        # Rollouts of a group often give the same short answer at the same time. They
+        # share the request and its failure, and each of them may be cancelled.
+        question = self._known.get(key)
+        self.num_cached += question is not None
+        if question is None:
+            question = asyncio.ensure_future(self._tries(request, read))
+            self._known[key] = question
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
         with waiting("an answer of the judge", on=self.config.base_url or "judge"):
-            async with question.lock:
-                if question.failure is not None:
-                    raise question.failure
-                if key in self._known:
-                    self.num_cached += 1
-                    self._known.move_to_end(key)
-                    found: T = self._known[key]
-                    return found
-                try:
-                    found = await self._tries(request, read)
-                except UserCodeFailed as failure:
-                    question.failure = failure
-                    del self._asked[key]  # a later rollout asks again
-                    raise
-                self._known[key] = found
-                if len(self._known) > MAX_KNOWN:
-                    self._known.popitem(last=False)
-                return found
+            try:
+                found: T = await asyncio.shield(question)
+            except Exception:
+                # A later rollout asks again.
+                if self._known.get(key) is question:
+                    del self._known[key]
+                raise
+        return found
 
     async def _tries(self, request: str, read: Callable[[str], T]) -> T:
         busy, refused = _client_errors() if self._served is None else ((), ())
