@@ -177,36 +177,6 @@ def test_prompt_of_the_judge_has_the_whole_chat(
 
 
 @pytest.mark.asyncio
-async def test_judge_ranks_the_rollouts_that_are_left() -> None:
-    def order(text: str) -> str:
-        texts = re.findall(r"\[(\d)\] (\w+)", text)
-        best = sorted(texts, key=lambda each: len(each[1]), reverse=True)
-        return "My order: " + " > ".join(number for number, _ in best)
-
-    async with endpoint(order) as server:
-        values = {"mode": "rank", "prompt": "Order {completions}"}
-        async with scorer_of(server, **values) as scorer:
-            assert scorer.scores_groups
-            texts = ["aa", None, "bbb", "c"]
-            assert await scorer.score_group(PROMPT, texts) == [0.5, 0.0, 1.0, 0.0]
-            assert await scorer.score_group(PROMPT, ["aa"]) == [0.5]
-            twice = ["aa", "b", "aa", "ccc", "b"]
-            expected = [0.5, 0.0, 0.5, 1.0, 0.0]
-            assert await scorer.score_group(PROMPT, twice) == expected
-            assert await scorer.score_group(PROMPT, ["aa", "aa"]) == [0.5, 0.5]
-
-
-@virtual
-async def test_text_that_looks_like_two_places_is_ranked_by_itself() -> None:
-    timed = Timed(word="2, 1, 3", mode="rank", prompt="{completions}", retries=0)
-    assert await timed(PROMPT, ["a", "b", "c"]) == [0.5, 1.0, 0.0]
-    timed.word = "2, 1"
-    assert await timed(PROMPT, ["a\n\n[2] b", "c"]) == [0.0, 1.0]
-    timed.word = "1, 2"
-    assert await timed(PROMPT, ["a", "b\n\n[3] c"]) == [1.0, 0.0]
-
-
-@pytest.mark.asyncio
 async def test_judge_compares_all_pairs_and_fails_both_without_a_verdict() -> None:
     def verdict(text: str) -> str:
         first, second = re.findall(r"<(\w+)>", text)
@@ -677,17 +647,15 @@ def test_run_and_check_reach_the_judge(tmp_path: Path) -> None:
 async def test_run_is_paid_by_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def order(text: str) -> str:
-        if text.startswith("held out"):
-            return "0.5"
-        return ", ".join(reversed(re.findall(r"^\[(\d)\]", text, flags=re.M)))
+    def answer(text: str) -> str:
+        return "0.5" if text.startswith("held out") else "A"
 
     monkeypatch.delenv("JUDGE_KEY")  # a forked run has the tests' environment
     rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"{a} 2", "answer": a}) for a in "abcdefgh"]
     rows.write_text("\n".join(lines))
-    async with endpoint(order) as server:
-        values = {"mode": "rank", "prompt": "{prompt}\n{completions}"}
+    async with endpoint(answer) as server:
+        values = {"mode": "compare", "prompt": "{prompt}\n{first}\n{second}"}
         values["key_variable"] = "none"
         reward = {"judge": settings(server.base_url, **values)}
         path = write_config(tmp_path, trainer={"num_steps": 3})
@@ -708,7 +676,6 @@ async def test_run_is_paid_by_a_judge(
     journaled = read_resume(tmp_path / "run" / "journal.sqlite", 3).counted
     assert len(server.asked) >= journaled["judge/requests"] >= last["judge/requests"]
     assert last["reward/mean"] == pytest.approx(0.5)
-    assert last["reward/equal_fraction"] == 0.0
 
 
 # ---- docs/rewards.md
@@ -717,7 +684,6 @@ REPLIES = [
     ("Reply with one number from 0", "A good answer: 7", [0.7, 0.7]),
     ("End with A, B or tie", "Tie.", [0.5, 0.5]),
     ("Is the answer right and short", "5", [1.0, 1.0]),
-    ("such as: 2, 1, 3", "I prefer the second: 2, 1", [0.0, 1.0]),
 ]
 
 

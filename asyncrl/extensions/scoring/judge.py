@@ -160,10 +160,7 @@ class Judge(AskedScorer):
                 self._request(prompt, completion=given), self._grade_of
             )
         texts = {index: text for index, text in enumerate(given) if text is not None}
-        if self.config.mode == "rank":
-            rewards = await self._rank(prompt, texts)
-        else:
-            rewards = await self._compare(prompt, texts)
+        rewards = await self._compare(prompt, texts)
         return [rewards.get(index, 0.0) for index in range(len(given))]
 
     def gauges(self) -> dict[str, int]:
@@ -181,25 +178,6 @@ class Judge(AskedScorer):
             await self._client.close()
 
     # ---- modes
-
-    async def _rank(
-        self, prompt: Prompt, texts: dict[int, str]
-    ) -> dict[int, Reward | UserCodeFailed]:
-        """Reward the best text with 1, the last with 0, the others evenly between."""
-        # Equal texts share a place, so that they earn the same.
-        distinct = [*dict.fromkeys(texts.values())]
-        num = len(distinct)
-        if num < 2:
-            return dict.fromkeys(texts, 0.5)
-        lines = [f"[{place}] {text}" for place, text in enumerate(distinct, start=1)]
-        request = self._request(prompt, completions="\n\n".join(lines))
-        # The number is part of the key: a completion may look like two in the request.
-        order = await self._ask(request, lambda text: _order_of(text, num), num)
-        rewards = {
-            distinct[number - 1]: 1 - place / (num - 1)
-            for place, number in enumerate(order)
-        }
-        return {index: rewards[text] for index, text in texts.items()}
 
     async def _compare(
         self, prompt: Prompt, texts: dict[int, str]
@@ -252,15 +230,12 @@ class Judge(AskedScorer):
 
     # ---- requests
 
-    async def _ask(
-        self, request: str, read: Callable[[str], T], num_places: int = 1
-    ) -> T:
+    async def _ask(self, request: str, read: Callable[[str], T]) -> T:
         """Return what `read` makes of group 1 of the answer, from the cache if the same
         was asked before. Raises UserCodeFailed after all tries.
         """
-        text = f"{num_places} {request}"
         # surrogatepass: a completion may have any character
-        key = blake2b(text.encode("utf-8", "surrogatepass")).digest()
+        key = blake2b(request.encode("utf-8", "surrogatepass")).digest()
         # Rollouts of a group often give the same short answer at the same time. They
         # share the request and its failure, and each of them may be cancelled.
         question = self._known.get(key)
@@ -453,13 +428,6 @@ def _answer_of(reply: Any) -> tuple[str, bool]:
 
 VERDICTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Share of a win of {first}, by the judge's word."""
-
-
-def _order_of(text: str, num: int) -> list[int]:
-    numbers = [int(part) for part in text.replace(">", ",").split(",")]
-    if sorted(numbers) != [*range(1, num + 1)]:
-        raise ValueError(f"{text} is not an order of 1..{num}")
-    return numbers
 
 
 def retry_after_s(value: str, now: datetime) -> float | None:

@@ -11,12 +11,11 @@ from pydantic import Field
 from asyncrl.config.fields import EngineWith, FrozenConfig, ScoredReward
 from asyncrl.config.offload_config import Rule
 
-PLACES = re.compile(r"\{(prompt|answer|completion|first|second|completions)\}")
+PLACES = re.compile(r"\{(prompt|answer|completion|first|second)\}")
 """Places of a judge's prompt that a request fills in."""
 NEEDED = {
     "score": ("completion",),
     "compare": ("first", "second"),
-    "rank": ("completions",),
 }
 """Places that each mode needs."""
 # Only there is a letter or a number surely the verdict: "7 out of 10" is no 10, and
@@ -26,7 +25,6 @@ _END = r"[\s*_`\"')\].!]*\Z"
 PATTERNS = {
     "score": rf"{_BEGIN}(-?\d+(?:\.\d+)?){_END}",
     "compare": rf"{_BEGIN}(A|B|tie){_END}",
-    "rank": r"(\d+(?:\s*[,>]\s*\d+)*)\W*\Z",
 }
 """Default patterns: the end of the answer, so that the judge may reason first. A grade
 or a letter has its own line, follows a colon, or is in [[ ]].
@@ -52,13 +50,13 @@ class JudgeConfig(FrozenConfig):
     """
     prompt: str
     """Text of the request, with {prompt}, {answer} and the places of its mode."""
-    mode: Literal["score", "compare", "rank"] = "score"
+    mode: Literal["score", "compare"] = "score"
     """score: a grade of {completion}. compare: A, B or tie for each pair of a group,
-    {first} and {second}. rank: the order of a group's {completions}, best first.
+    {first} and {second}.
     """
     parse: str | None = None
-    """Regular expression whose group 1 is the grade, A, B or tie, or the order (none =
-    the end of the answer; docs/rewards.md).
+    """Regular expression whose group 1 is the grade, or A, B or tie (none = the end of
+    the answer; docs/rewards.md).
     """
     best: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Highest grade of `score`: the reward is grade / best, from 0 to 1."""
@@ -129,7 +127,7 @@ class JudgedReward(ScoredReward):
     title: ClassVar = "the judge"
 
     judge: JudgeConfig
-    """Model that scores one completion, compares two, or ranks a group."""
+    """Model that scores one completion, or compares two."""
 
     @property
     def called(self) -> str:
