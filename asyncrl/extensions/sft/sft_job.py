@@ -92,12 +92,7 @@ class SftJob(TrainingJob):
             held_out = await asyncio.to_thread(read, "eval_files")
         pins = {"rows": train.digest, "date": began}
         data_pin = DataPin(run_dir, pins, is_free=point.may_change_data, section="data")
-        feed = DemonstrationFeed(
-            train.rows,
-            config.trainer.num_groups,
-            config.seed,
-            is_shuffled=config.data.shuffle,
-        )
+        feed = DemonstrationFeed(train.rows, config.trainer.num_groups, config.seed)
         self.pins = (model_pin, data_pin)
         return SftData(train, held_out, model_path, tokenizer, feed)
 
