@@ -20,7 +20,7 @@ from asyncrl.base.errors import (
     ConfigError,
     RequestRefused,
     TaskError,
-    install_extra,
+    needing,
 )
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
@@ -432,13 +432,8 @@ def check_endpoint(config: JudgeConfig) -> None:
     if the client is missing, or the endpoint cannot be reached, refuses the key, or
     answers with anything but JSON.
     """
-    try:
+    with needing("judge", "task.reward.judge"):
         import openai
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"task.reward.judge needs the package {error.name}, which is not installed",
-            way_out=install_extra("judge"),
-        ) from error
     where = f"the judge at {config.base_url}"
     with openai.OpenAI(
         base_url=config.base_url,

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl import __version__
-from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
+from asyncrl.base.errors import RolloutFailure, needing
 from asyncrl.messages.records import GroupId, PolicyCall, Rollout, Trajectory
 from asyncrl.observe.trackers import TrackedRun
 
-try:
+with needing("otlp", "a trace of OpenTelemetry"):
     from google.protobuf.json_format import MessageToDict
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -41,11 +41,6 @@ try:
         StatusCode,
         TraceFlags,
     )
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f"traces need OpenTelemetry's exporter: {error}",
-        way_out=f"{install_extra('otlp')}; or leave them out.",
-    ) from error
 
 MAX_WAITING = 4096
 """Traces in the queue; a full queue drops its oldest."""
