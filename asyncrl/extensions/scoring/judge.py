@@ -234,7 +234,7 @@ class Judge(AskedScorer):
                 raise UserCodeFailed(
                     f"was refused by the judge: {text}", kind
                 ) from None
-            except (ValueError, LookupError) as error:  # broken JSON is a ValueError
+            except ValueError as error:  # also broken JSON
                 said = _without_key(self.config, answer)[-80:]
                 reason = _without_key(self.config, str(error))[:200]
                 why = f"answered {said!r} ({reason})"
