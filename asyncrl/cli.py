@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from asyncrl import __version__
-from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, without_train
+from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, not_installed
 from asyncrl.base.extensions import discover, extensions, load_place, rows
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
@@ -855,7 +855,7 @@ def main() -> None:
         except ModuleNotFoundError as absent:
             if (module := (absent.name or "").split(".")[0]) not in OF_TRAIN:
                 raise
-            raise without_train(module) from None
+            raise not_installed(module) from None
         except OSError as error:
             # Of a path that the user gave. Others are not expected.
             given = [one for one in sys.argv[1:] if str(error.filename).startswith(one)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -176,99 +175,30 @@ def test_prompt_of_the_judge_has_the_whole_chat(
     story()
 
 
-@pytest.mark.asyncio
-async def test_judge_ranks_the_rollouts_that_are_left() -> None:
-    def order(text: str) -> str:
-        texts = re.findall(r"\[(\d)\] (\w+)", text)
-        best = sorted(texts, key=lambda each: len(each[1]), reverse=True)
-        return "My order: " + " > ".join(number for number, _ in best)
-
-    async with endpoint(order) as server:
-        values = {"mode": "rank", "prompt": "Order {completions}"}
-        async with scorer_of(server, **values) as scorer:
-            assert scorer.scores_groups
-            texts = ["aa", None, "bbb", "c"]
-            assert await scorer.score_group(PROMPT, texts) == [0.5, 0.0, 1.0, 0.0]
-            assert await scorer.score_group(PROMPT, ["aa"]) == [0.5]
-            twice = ["aa", "b", "aa", "ccc", "b"]
-            expected = [0.5, 0.0, 0.5, 1.0, 0.0]
-            assert await scorer.score_group(PROMPT, twice) == expected
-            assert await scorer.score_group(PROMPT, ["aa", "aa"]) == [0.5, 0.5]
-
-
-@virtual
-async def test_text_that_looks_like_two_places_is_ranked_by_itself() -> None:
-    timed = Timed(word="2, 1, 3", mode="rank", prompt="{completions}", retries=0)
-    assert await timed(PROMPT, ["a", "b", "c"]) == [0.5, 1.0, 0.0]
-    timed.word = "2, 1"
-    assert await timed(PROMPT, ["a\n\n[2] b", "c"]) == [0.0, 1.0]
-    timed.word = "1, 2"
-    assert await timed(PROMPT, ["a", "b\n\n[3] c"]) == [1.0, 0.0]
-
-
-@pytest.mark.asyncio
-async def test_judge_compares_all_pairs_and_fails_both_without_a_verdict() -> None:
-    def verdict(text: str) -> str:
-        first, second = re.findall(r"<(\w+)>", text)
-        if {first, second} == {"a", "zz"}:
-            return "I cannot say"
-        return "A" if len(first) > len(second) else "B"
-
-    async with endpoint(verdict) as server:
-        prompt = "Which is better, A <{first}> or B <{second}>?"
-        values = {"mode": "compare", "prompt": prompt, "retries": 1}
-        async with scorer_of(server, **values) as scorer:
-            found = await scorer.score_group(PROMPT, ["bb", "ccc", None, "d", "bb"])
-            assert found == [0.5, 1.0, 0.0, 0.0, 0.5]
-            first, second, third = await scorer.score_group(PROMPT, ["a", "zz", "ccc"])
-            assert third == 1.0
-            assert {type(first), type(second)} == {RewardFailure}
-            assert "answered 'I cannot say'" in str(first)
-
-
 VERDICTS = {
-    "score": {
-        "7": "7",
-        "Score: 7": "7",
-        "It is right.\n\n**7**": "7",
-        "**Grade:** 0.5.": "0.5",
-        "So [[10]]": "10",
-        "Grade: 7/10": None,
-        "3 / 10": None,
-        "3 /10": None,
-        "8 out of 10": None,
-        "Grade: 8 (out of 10)": None,
-        "I cannot say, on a scale from 0 to 10": None,
-        "Right and wrong, 7:10": None,
-        "Grade: 7-8": None,
-        "Grade: 7,5": None,
-    },
-    "compare": {
-        "A": "A",
-        "tie.": "tie",
-        "Verdict: B": "B",
-        "**Verdict:** A": "A",
-        "So my verdict is [[A]]": "A",
-        "Both are right.\nTie!": "Tie",
-        "Answer B is better than A.": None,
-        "Answer B is better than **A**": None,
-        "The second one contains a": None,
-        "Is it A, or B?": None,
-        "Which one: A?": None,
-    },
+    "7": "7",
+    "Score: 7": "7",
+    "It is right.\n\n**7**": "7",
+    "**Grade:** 0.5.": "0.5",
+    "So [[10]]": "10",
+    "Grade: 7/10": None,
+    "3 / 10": None,
+    "3 /10": None,
+    "8 out of 10": None,
+    "Grade: 8 (out of 10)": None,
+    "I cannot say, on a scale from 0 to 10": None,
+    "Right and wrong, 7:10": None,
+    "Grade: 7-8": None,
+    "Grade: 7,5": None,
 }
 
 
-@pytest.mark.parametrize(
-    ("mode", "answer", "verdict"),
-    [(mode, *pair) for mode, texts in VERDICTS.items() for pair in texts.items()],
-)
+@pytest.mark.parametrize(("answer", "verdict"), VERDICTS.items())
 def test_default_pattern_reads_only_a_verdict_that_stands_alone(
-    mode: str, answer: str, verdict: str | None
+    answer: str, verdict: str | None
 ) -> None:
-    prompt = "{completion}" if mode == "score" else "{first}{second}"
-    values = settings("http://x/v1", mode=mode, prompt=prompt)
-    found = JudgeConfig.model_validate(values).pattern.search(answer)
+    config = JudgeConfig.model_validate(settings("http://x/v1"))
+    found = config.pattern.search(answer)
     assert (found and found[1]) == verdict
 
 
@@ -589,23 +519,6 @@ async def test_busy_endpoint_holds_back_all_requests() -> None:
 
 
 @virtual
-async def test_surprise_in_a_pair_spares_the_others() -> None:
-    class Surprised(Timed):
-        async def _create(self, request: str, temperature: float) -> Any:
-            if "c" not in request:
-                raise RuntimeError("surprise")
-            return await super()._create(request, temperature)
-
-    values = {"mode": "compare", "prompt": "{first} {second}"}
-    found = await Surprised(word="A", **values)(PROMPT, ["a", "b", "c"])
-    assert isinstance(found, list)
-    assert [str(reward)[:29] for reward in found] == [
-        *["raised RuntimeError: surprise"] * 2,
-        "0.5",
-    ]
-
-
-@virtual
 async def test_queue_of_the_judge_is_no_time_of_the_rollout() -> None:
     timed = Timed(requests_per_minute=1)
     config = TaskConfig(
@@ -677,18 +590,15 @@ def test_run_and_check_reach_the_judge(tmp_path: Path) -> None:
 async def test_run_is_paid_by_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def order(text: str) -> str:
-        if text.startswith("held out"):
-            return "0.5"
-        return ", ".join(reversed(re.findall(r"^\[(\d)\]", text, flags=re.M)))
+    def answer(text: str) -> str:
+        return "0.5" if text.startswith("held out") else str(len(text) % 2)
 
     monkeypatch.delenv("JUDGE_KEY")  # a forked run has the tests' environment
     rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"{a} 2", "answer": a}) for a in "abcdefgh"]
     rows.write_text("\n".join(lines))
-    async with endpoint(order) as server:
-        values = {"mode": "rank", "prompt": "{prompt}\n{completions}"}
-        values["key_variable"] = "none"
+    async with endpoint(answer) as server:
+        values = {"prompt": "{prompt}\n{completion}", "key_variable": "none"}
         reward = {"judge": settings(server.base_url, **values)}
         path = write_config(tmp_path, trainer={"num_steps": 3})
         config = yaml.safe_load(path.read_text())
@@ -707,17 +617,14 @@ async def test_run_is_paid_by_a_judge(
     assert last["judge/tokens"] == 10 * last["judge/requests"]
     journaled = read_resume(tmp_path / "run" / "journal.sqlite", 3).counted
     assert len(server.asked) >= journaled["judge/requests"] >= last["judge/requests"]
-    assert last["reward/mean"] == pytest.approx(0.5)
-    assert last["reward/equal_fraction"] == 0.0
+    assert 0.0 < last["reward/mean"] < 1.0
 
 
 # ---- docs/rewards.md
 
 REPLIES = [
     ("Reply with one number from 0", "A good answer: 7", [0.7, 0.7]),
-    ("End with A, B or tie", "Tie.", [0.5, 0.5]),
     ("Is the answer right and short", "5", [1.0, 1.0]),
-    ("such as: 2, 1, 3", "I prefer the second: 2, 1", [0.0, 1.0]),
 ]
 
 
@@ -734,10 +641,6 @@ async def test_a_judge_of_the_page(
         values.pop("max_length", None)
         async with scorer_of(server, **values) as scorer:
             texts = ["It is Paris", "Paris"]
-            found: Any = (
-                await scorer.score_group(PROMPT, texts)
-                if scorer.scores_groups
-                else [await scorer.score(PROMPT, sampled(text)) for text in texts]
-            )
+            found = [await scorer.score(PROMPT, sampled(text)) for text in texts]
     assert found == expected
     assert all("say x" in question and asks in question for question in server.asked)

@@ -276,9 +276,3 @@ def test_each_epoch_has_each_row_once() -> None:
     assert [len(again.batch(v).groups) for v in (0, 1, 2, 3)] == [3, 3, 1, 3]
     ids = [group.group_id for v in range(9) for group in feed.batch(v).groups]
     assert len(set(ids)) == len(ids) == 21
-    in_order = DemonstrationFeed(rows, per_step=3, seed=5, is_shuffled=False)
-    assert [group.prompt.prompt_id for group in in_order.batch(4).groups] == [
-        "1/3",
-        "1/4",
-        "1/5",
-    ]

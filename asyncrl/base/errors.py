@@ -27,6 +27,7 @@ WouldWait                   an x_nowait call would have to wait
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -72,12 +73,25 @@ class CallbackError(AsyncrlError):
     error: Exception
 
 
-def without_train(module: str) -> ConfigError:
+def not_installed(
+    package: str | None, extra: str = "train", what: str = "this command"
+) -> ConfigError:
     return ConfigError(
-        f"this command needs the package {module}, which is not installed",
-        rule="the extra train brings it",
-        way_out=f"{install_extra('train')}.",
+        f"{what} needs the package {package}, which is not installed",
+        rule=f"the extra {extra} brings it",
+        way_out=f"{install_extra(extra)}, where the run is started and where its workers run.",
     )
+
+
+@contextlib.contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Import packages of an extra. Raise ConfigError if one is not installed. `what`:
+    the setting that needs them.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise not_installed(error.name, extra, what) from error
 
 
 class CheckpointError(AsyncrlError):

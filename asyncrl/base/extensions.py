@@ -218,6 +218,8 @@ def load_place(place: str) -> Any:
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
+    except ConfigError:  # it names a library that is missing
+        raise
     except Exception as error:  # a package from elsewhere may raise anything
         raise ConfigError(
             f"{place} cannot be imported: {type(error).__name__}: {error}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from asyncrl.config.fields import FrozenConfig
@@ -23,8 +22,7 @@ class JobConfig(FrozenConfig):
     get the `tag`.
     Places (`module:name`): `job` is its TrainingJob, `check` a function from settings and
     nodes to the lines of `asyncrl check`.
-    `fixed`: keys that no resume may change, with the reason. `steps_keys`: keys that only
-    give the number of steps.
+    `steps_keys`: keys that only give the number of steps.
     """
 
     about: ClassVar[str]
@@ -32,7 +30,6 @@ class JobConfig(FrozenConfig):
     tag: ClassVar[str]
     job: ClassVar[str]
     check: ClassVar[str]
-    fixed: ClassVar[Mapping[str, str]] = {}
     steps_keys: ClassVar[tuple[str, ...]] = ("trainer.num_steps",)
 
     if TYPE_CHECKING:  # Forms differ in their order and texts.

@@ -214,7 +214,7 @@ def _refuse_changes(
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}" for key, values in changed.items()
     }
-    fixed = {key: why for key in changed if (why := _why_fixed(key, changed[key], now))}
+    fixed = {key: why for key in changed if (why := _why_fixed(key, changed[key]))}
     if fixed:
         lines = "".join(f"\n    {changes[key]}: {fixed[key]}" for key in fixed)
         raise ConfigError(
@@ -267,16 +267,14 @@ _SWITCHES = ("critic.learning_rate", "algorithm.distill_weight")
 """Keys that may change, but not between a number and none."""
 
 
-def _why_fixed(
-    key: str, values: tuple[object, object], config: JobConfig
-) -> str | None:
+def _why_fixed(key: str, values: tuple[object, object]) -> str | None:
     if key in _SWITCHES and all(values):
         return None
     if key == "algorithm.router_replay" and not values[1]:
         return None
     if key.startswith("task."):  # task.KEY, or task.NAME.KEY
         key = f"task.{key.rpartition('.')[2]}"
-    return FIXED.get(key) or config.fixed.get(key)
+    return FIXED.get(key)
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:

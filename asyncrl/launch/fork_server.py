@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
 
-from asyncrl.base.errors import without_train
+from asyncrl.base.errors import not_installed
 from asyncrl.base.extensions import rows
 from asyncrl.base.http import SECRETS
 from asyncrl.base.signals import (
@@ -222,7 +222,7 @@ def serving() -> Iterator[None]:
     """
     global current
     if importlib.util.find_spec("torch") is None:
-        raise without_train("torch")
+        raise not_installed("torch")
     numbers = heard_stops() if is_in_main_thread() else ()
     earlier = {
         number: signal.signal(number, _end)

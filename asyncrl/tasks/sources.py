@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import xxhash
 
-from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.errors import ConfigError, needing
 from asyncrl.base.extensions import load_place
 from asyncrl.base.files import write_whole
 from asyncrl.base.user_code import (
@@ -447,14 +447,9 @@ class GymTask:
     def __init__(
         self, name: str, *, size: int, seed: int, settings: Mapping[str, object]
     ) -> None:
-        try:
+        with needing("harness", f"task.reasoning_gym={name}"):
             from reasoning_gym.factory import create_dataset
             from reasoning_gym.utils import extract_answer
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"task.reasoning_gym={name}: the package {error.name} is not installed",
-                way_out=install_extra("harness"),
-            ) from error
         try:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:

@@ -21,12 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session
-from asyncrl.base.errors import (
-    ConfigError,
-    RolloutFailure,
-    first_fault,
-    install_extra,
-)
+from asyncrl.base.errors import ConfigError, RolloutFailure, first_fault, needing
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.extensions.openenv.settings import ADDRESS, OpenEnvArgs
@@ -413,13 +408,8 @@ def _digest(text: str) -> str:
 
 
 def _client_class(said: str) -> Any:
-    try:
+    with needing("openenv", said):
         from openenv.core import GenericEnvClient
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{said} needs openenv-core: {error}",
-            way_out=f"{install_extra('openenv')}, where the run is started and where its workers run.",
-        ) from error
     return GenericEnvClient
 
 

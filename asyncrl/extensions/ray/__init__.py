@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.errors import needing
 from asyncrl.base.extensions import Extension
 
 if TYPE_CHECKING:
@@ -22,12 +22,7 @@ def open_ray(address: str) -> Launcher:
     """Connect to the cluster at `address`; '' means the cluster of RAY_ADDRESS or of this
     machine. Raises ConfigError.
     """
-    try:
-        # Here, because ray is an optional package.
+    # Here, because ray is an optional package.
+    with needing("ray", "launcher=ray"):
         from asyncrl.extensions.ray.ray_launcher import RayLauncher
-    except ImportError as error:
-        raise ConfigError(
-            "launcher=ray, and the package `ray` is not installed",
-            way_out=f"{install_extra('ray')}; or set launcher=local.",
-        ) from error
     return RayLauncher(address)

@@ -7,35 +7,32 @@ import logging
 import math
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from hashlib import blake2b
-from itertools import combinations
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import (
     ComponentError,
     ConfigError,
     RequestRefused,
     TaskError,
-    install_extra,
+    needing,
 )
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.extensions.scoring.judge_config import PLACES, JudgeConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
+from asyncrl.tasks.rewards import UserCodeFailed, user_code
 from asyncrl.tasks.scorer import AskedScorer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Errors = tuple[type[Exception], ...]
 
 MINUTE_S = 60.0
@@ -106,20 +103,8 @@ class JudgeResponse:
     num_tokens: int
 
 
-class AskJudge(Protocol):
-    """Asks a judge that the run serves. Raises RequestRefused (data) or EngineError."""
-
-    async def __call__(
-        self, text: str, *, max_tokens: int, temperature: float, seed: int
-    ) -> JudgeResponse: ...
-
-
-class Question:
-    """A text that is being asked. All calls that wait for it share its failure."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.failure: UserCodeFailed | None = None
+AskJudge = Callable[..., Awaitable[JudgeResponse]]
+"""ServedJudge.ask of a judge that the run serves."""
 
 
 class Judge(AskedScorer):
@@ -138,7 +123,6 @@ class Judge(AskedScorer):
     ) -> None:
         self.config = config
         self._served = ask if config.is_served else None
-        self.scores_groups = config.mode != "score"
         self._timeout_s = timeout_s
         self._client: AsyncOpenAI | None = None
         self._pattern = config.pattern
@@ -146,8 +130,8 @@ class Judge(AskedScorer):
         self._limits = MinuteLimits(
             config.requests_per_minute, config.tokens_per_minute
         )
-        self._known = OrderedDict[bytes, Any]()
-        self._asked = WeakValueDictionary[bytes, Question]()
+        self._known = OrderedDict[bytes, asyncio.Task[float]]()
+        """Of each text the answer, or the request for it. aclose() ends them."""
         self._num_reserved = 0
         """Estimated tokens of the requests in flight."""
         self.num_requests = 0
@@ -155,29 +139,13 @@ class Judge(AskedScorer):
         self.num_cached = 0
         self.num_tokens = 0
 
-    async def __call__(
-        self, prompt: Prompt, given: str | Completions
-    ) -> Reward | list[Reward | UserCodeFailed]:
-        """Return the reward of a completion, or of each in a group. Raises
-        UserCodeFailed, RequestRefused, or TaskError for a spent budget.
+    async def __call__(self, prompt: Prompt, completion: str) -> float:
+        """Return the reward of a completion. Raises UserCodeFailed, RequestRefused, or
+        TaskError for a spent budget.
         """
         # What an endpoint answers is as unknown as what user code does.
         with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
-            return await self._score(prompt, given)
-
-    async def _score(
-        self, prompt: Prompt, given: str | Completions
-    ) -> Reward | list[Reward | UserCodeFailed]:
-        if isinstance(given, str):
-            return await self._ask(
-                self._request(prompt, completion=given), self._grade_of
-            )
-        texts = {index: text for index, text in enumerate(given) if text is not None}
-        if self.config.mode == "rank":
-            rewards = await self._rank(prompt, texts)
-        else:
-            rewards = await self._compare(prompt, texts)
-        return [rewards.get(index, 0.0) for index in range(len(given))]
+            return await self._ask(self._request(prompt, completion))
 
     def gauges(self) -> dict[str, int]:
         return {
@@ -188,70 +156,19 @@ class Judge(AskedScorer):
         }
 
     async def aclose(self) -> None:
+        for question in self._known.values():
+            question.cancel()
         if self._client is not None:
             await self._client.close()
 
-    # ---- modes
+    # ---- requests
 
-    async def _rank(
-        self, prompt: Prompt, texts: dict[int, str]
-    ) -> dict[int, Reward | UserCodeFailed]:
-        """Reward the best text with 1, the last with 0, the others evenly between."""
-        # Equal texts share a place, so that they earn the same.
-        distinct = [*dict.fromkeys(texts.values())]
-        num = len(distinct)
-        if num < 2:
-            return dict.fromkeys(texts, 0.5)
-        lines = [f"[{place}] {text}" for place, text in enumerate(distinct, start=1)]
-        request = self._request(prompt, completions="\n\n".join(lines))
-        # The number is part of the key: a completion may look like two in the request.
-        order = await self._ask(request, lambda text: _order_of(text, num), num)
-        rewards = {
-            distinct[number - 1]: 1 - place / (num - 1)
-            for place, number in enumerate(order)
+    def _request(self, prompt: Prompt, completion: str) -> str:
+        places = {
+            "prompt": question_of(prompt),
+            "answer": str(prompt.answer),
+            "completion": completion,
         }
-        return {index: rewards[text] for index, text in texts.items()}
-
-    async def _compare(
-        self, prompt: Prompt, texts: dict[int, str]
-    ) -> dict[int, Reward | UserCodeFailed]:
-        """Reward the share of comparisons that a completion wins; a tie is half a win.
-        A pair without a verdict fails both.
-        """
-        pairs = [*combinations(texts, 2)]
-        if not pairs:
-            return dict.fromkeys(texts, 0.5)
-        # Which of the two comes first alternates: judges prefer one place.
-        sides = [(i, j) if (i + j) % 2 else (j, i) for i, j in pairs]
-        results = await asyncio.gather(
-            *(self._first_wins(prompt, texts[i], texts[j]) for i, j in sides)
-        )
-        rewards: dict[int, Reward | UserCodeFailed] = dict.fromkeys(texts, 0.0)
-        for (first, second), share in zip(sides, results, strict=True):
-            for index, won in ((first, 0.0), (second, 1.0)):
-                before = rewards[index]
-                if isinstance(share, UserCodeFailed):
-                    rewards[index] = share
-                elif not isinstance(before, UserCodeFailed):
-                    part = abs(won - share) / (len(texts) - 1)
-                    rewards[index] = before + part
-        return rewards
-
-    async def _first_wins(
-        self, prompt: Prompt, first: str, second: str
-    ) -> float | UserCodeFailed:
-        if first == second:
-            return 0.5
-        request = self._request(prompt, first=first, second=second)
-        try:
-            # A surprise costs this pair, not the others.
-            with user_code(asyncio.CancelledError, ComponentError):
-                return await self._ask(request, lambda text: VERDICTS[text.lower()])
-        except UserCodeFailed as failure:
-            return failure
-
-    def _request(self, prompt: Prompt, **texts: str) -> str:
-        places = {"prompt": question_of(prompt), "answer": str(prompt.answer)} | texts
         # In one pass: a completion that contains {answer} must not get the answer.
         return PLACES.sub(lambda place: places[place[1]], self.config.prompt)
 
@@ -261,41 +178,32 @@ class Judge(AskedScorer):
             raise ValueError(f"{text} is not within 0..{self.config.best:g}")
         return grade / self.config.best
 
-    # ---- requests
-
-    async def _ask(
-        self, request: str, read: Callable[[str], T], num_places: int = 1
-    ) -> T:
-        """Return what `read` makes of group 1 of the answer, from the cache if the same
-        was asked before. Raises UserCodeFailed after all tries.
+    async def _ask(self, request: str) -> float:
+        """Return the grade of the answer, from the cache if the same was asked before.
+        Raises UserCodeFailed after all tries.
         """
-        text = f"{num_places} {request}"
         # surrogatepass: a completion may have any character
-        key = blake2b(text.encode("utf-8", "surrogatepass")).digest()
-        # A lock for each text: rollouts of a group often give the same short answer at
-        # the same time.
-        question = self._asked.setdefault(key, Question())
+        key = blake2b(request.encode("utf-8", "surrogatepass")).digest()
+        # Rollouts of a group often give the same short answer at the same time. They
+        # share the request and its failure, and each of them may be cancelled.
+        question = self._known.get(key)
+        self.num_cached += question is not None
+        if question is None:
+            question = asyncio.ensure_future(self._tries(request))
+            self._known[key] = question
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
         with waiting("an answer of the judge", on=self.config.base_url or "judge"):
-            async with question.lock:
-                if question.failure is not None:
-                    raise question.failure
-                if key in self._known:
-                    self.num_cached += 1
-                    self._known.move_to_end(key)
-                    found: T = self._known[key]
-                    return found
-                try:
-                    found = await self._tries(request, read)
-                except UserCodeFailed as failure:
-                    question.failure = failure
-                    del self._asked[key]  # a later rollout asks again
-                    raise
-                self._known[key] = found
-                if len(self._known) > MAX_KNOWN:
-                    self._known.popitem(last=False)
-                return found
+            try:
+                return await asyncio.shield(question)
+            except Exception:
+                # A later rollout asks again.
+                if self._known.get(key) is question:
+                    del self._known[key]
+                raise
 
-    async def _tries(self, request: str, read: Callable[[str], T]) -> T:
+    async def _tries(self, request: str) -> float:
         busy, refused = _client_errors() if self._served is None else ((), ())
         temperature = self.config.temperature
         why = ""
@@ -312,7 +220,7 @@ class Judge(AskedScorer):
                 found = self._pattern.search(answer)
                 if found is None or found[1] is None:
                     raise ValueError(f"{self._pattern.pattern} does not match")
-                return read(found[1])
+                return self._grade_of(found[1])
             except busy as error:
                 text = self._text_of(error)
                 why = f"did not answer: {text}"
@@ -326,7 +234,7 @@ class Judge(AskedScorer):
                 raise UserCodeFailed(
                     f"was refused by the judge: {text}", kind
                 ) from None
-            except (ValueError, LookupError) as error:  # broken JSON is a ValueError
+            except ValueError as error:  # also broken JSON
                 said = _without_key(self.config, answer)[-80:]
                 reason = _without_key(self.config, str(error))[:200]
                 why = f"answered {said!r} ({reason})"
@@ -465,17 +373,6 @@ def _answer_of(reply: Any) -> tuple[str, bool]:
     return answer, is_cut
 
 
-VERDICTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
-"""Share of a win of {first}, by the judge's word."""
-
-
-def _order_of(text: str, num: int) -> list[int]:
-    numbers = [int(part) for part in text.replace(">", ",").split(",")]
-    if sorted(numbers) != [*range(1, num + 1)]:
-        raise ValueError(f"{text} is not an order of 1..{num}")
-    return numbers
-
-
 def retry_after_s(value: str, now: datetime) -> float | None:
     """Return the seconds of a Retry-After header, which has seconds or an HTTP date;
     None for another text (https://www.rfc-editor.org/rfc/rfc9110#field.retry-after).
@@ -535,13 +432,8 @@ def check_endpoint(config: JudgeConfig) -> None:
     if the client is missing, or the endpoint cannot be reached, refuses the key, or
     answers with anything but JSON.
     """
-    try:
+    with needing("judge", "task.reward.judge"):
         import openai
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"task.reward.judge needs the package {error.name}, which is not installed",
-            way_out=install_extra("judge"),
-        ) from error
     where = f"the judge at {config.base_url}"
     with openai.OpenAI(
         base_url=config.base_url,

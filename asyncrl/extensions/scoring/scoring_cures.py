@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from asyncrl.config.run_config import key_of
 from asyncrl.extensions.scoring.scoring_rules import judge_of, teachers
-from asyncrl.observe.pace import FULL, Pace
+from asyncrl.observe.pace import Pace
 
 
 def teacher_cures(pace: Pace) -> Iterator[str]:
@@ -22,7 +21,6 @@ def model_cures(pace: Pace) -> Iterator[str]:
 
 
 def judge_cures(pace: Pace) -> Iterator[str]:
-    minutes = pace.wall_s / 60
     for name, task in pace.config.tasks.items():
         judge = judge_of(task)
         if judge is None:
@@ -35,15 +33,7 @@ def judge_cures(pace: Pace) -> Iterator[str]:
                 f"({pace.now('placement.judge')})."
             )
             continue
-        limits = {
-            "requests_per_minute": pace.steps.newest("judge/requests"),
-            "tokens_per_minute": pace.steps.newest("judge/tokens"),
-        }
-        used = [
-            key
-            for key, num in limits.items()
-            if num >= FULL * minutes * (getattr(judge, key) or math.inf)
-        ]
-        for key in used or ["max_concurrent"]:
+        limits = judge.given("requests_per_minute", "tokens_per_minute")
+        for key in limits or ["max_concurrent"]:
             now = getattr(judge, key)
             yield f"Raise {section}.{key} (now {now}) if its endpoint allows more."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Caller
@@ -90,11 +91,7 @@ def ask_judge(task: TaskConfig, clients_of: ClientsOf) -> Judge:
     assert judge is not None, "the reward is a judge's"
     served = clients_of(ServedJudge)
 
-    async def ask(
-        text: str, *, max_tokens: int, temperature: float, seed: int
-    ) -> JudgeResponse:
-        return await least_busy(served).ask(
-            text, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+    async def ask(text: str, **sampling: Any) -> JudgeResponse:
+        return await least_busy(served).ask(text, **sampling)
 
     return Judge(judge, timeout_s=task.reward_timeout_s, ask=ask if served else None)

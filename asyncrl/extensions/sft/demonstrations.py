@@ -499,7 +499,6 @@ class DemonstrationFeed:
     rows: tuple[Tokens, ...]
     per_step: int
     seed: int
-    is_shuffled: bool = True
 
     @property
     def steps_per_epoch(self) -> int:
@@ -508,7 +507,7 @@ class DemonstrationFeed:
     def batch(self, version: int) -> Batch:
         """Return the batch that makes `version` + 1."""
         epoch, step = divmod(version, self.steps_per_epoch)
-        order = _order(self.seed, epoch, len(self.rows), self.is_shuffled)
+        order = _order(self.seed, epoch, len(self.rows))
         chosen = order[step * self.per_step :][: self.per_step]
         first = version * self.per_step
         groups = [
@@ -519,10 +518,9 @@ class DemonstrationFeed:
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, num: int, is_shuffled: bool) -> Sequence[int]:
+def _order(seed: int, epoch: int, num: int) -> Sequence[int]:
     order = [*range(num)]
-    if is_shuffled:
-        random.Random(f"{seed} {epoch}").shuffle(order)
+    random.Random(f"{seed} {epoch}").shuffle(order)
     return order
 
 

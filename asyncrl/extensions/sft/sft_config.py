@@ -51,14 +51,12 @@ class DataConfig(FrozenConfig):
     """Split of `dataset`."""
     args: dict[str, object] = {}
     """Settings of `datasets.load_dataset`."""
-    shuffle: bool = True
-    """Shuffle by seed, differently each epoch (false = file order)."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Maximum tokens of a row (none = the model's max_position_embeddings)."""
     overlong: Literal["refuse", "skip"] = "refuse"
     """Longer rows: refuse the data, or train without them. Rows are never cut."""
     epochs: Count = 1
-    """Passes over the rows."""
+    """Passes over the rows, each in another order, by the seed."""
     eval_files: list[str] | None = None
     """Files with held-out rows, whose loss is measured (none = off)."""
     eval_every: PositiveInt | None = None
@@ -95,7 +93,6 @@ class SftConfig(JobConfig):
     tag: ClassVar = "sft"
     job: ClassVar = "asyncrl.extensions.sft.sft_job:SftJob"
     check: ClassVar = "asyncrl.extensions.sft.sft_check:check_sft"
-    fixed: ClassVar = {"data.shuffle": "the order of rows follows from it"}
     steps_keys: ClassVar = ("trainer.num_steps", "data.epochs")
 
     seed: Seed = 0

@@ -33,7 +33,6 @@ from asyncrl.observe.console import TRAINING
 from asyncrl.observe.run_dir import (
     EVAL_FILE,
     cut_steps,
-    read_evaluations,
     read_object,
 )
 from asyncrl.observe.watchdog import Reported
@@ -90,12 +89,7 @@ class SftJob(TrainingJob):
             held_out = await asyncio.to_thread(read, "eval_files")
         pins = {"rows": train.digest, "date": began}
         data_pin = DataPin(run_dir, pins, is_free=point.may_change_data, section="data")
-        feed = DemonstrationFeed(
-            train.rows,
-            config.trainer.num_groups,
-            config.seed,
-            is_shuffled=config.data.shuffle,
-        )
+        feed = DemonstrationFeed(train.rows, config.trainer.num_groups, config.seed)
         self.pins = (model_pin, data_pin)
         return SftData(train, held_out, model_path, tokenizer, feed)
 
@@ -163,15 +157,6 @@ class SftJob(TrainingJob):
         num_steps = self.lifecycle.config.trainer.num_steps
         every = self.settings.data.eval_every or self.data.feed.steps_per_epoch
 
-        def is_due(version: int) -> bool:
-            return version % every == 0 or version == num_steps
-
-        # A stop during a measurement gave it up, and the resume makes up for it.
-        version = trainer.policy_version
-        lines = read_evaluations(self.lifecycle.run_dir, [])
-        is_missing = version not in [line["policy_version"] for line in lines]
-        if held_out is not None and version > 0 and is_due(version) and is_missing:
-            await self._measure(trainer, held_out.rows, version)
         while trainer.policy_version < num_steps:
             if self.lifecycle.stop.is_set():
                 return
@@ -179,24 +164,23 @@ class SftJob(TrainingJob):
             with span("trainer", "train", batch.version):
                 report = await trainer.train(batch)
             version = report.policy_version
-            if held_out is not None and is_due(version):
+            is_due = version % every == 0 or version == num_steps
+            # Before the checkpoint, which makes the line durable. A stop waits for it.
+            if held_out is not None and is_due:
                 await self._measure(trainer, held_out.rows, version)
-            # Before the checkpoint, which makes the line durable.
             self.reporter.step_alone(trainer, self.checkpointer, report)
             await self.checkpointer.after_step(version)
 
     async def _measure(
         self, trainer: SupervisedTrainer, rows: Sequence[Tokens], version: int
     ) -> None:
-        """Report the mean loss per token of the held-out rows, unless a stop comes."""
+        """Report the mean loss per token of the held-out rows."""
         losses = list[float]()
         counts = list[float]()
         per_batch = self.settings.trainer.num_groups
         self.lifecycle.log.activity("measuring the held-out loss")
         with span("evaluations", "evaluation", version):
             for batch in held_out_batches(rows, per_batch, version):
-                if self.lifecycle.stop.is_set():
-                    return
                 measured = (await trainer.evaluate(batch)).metrics
                 self.num_measured += 1
                 counts.append(measured["eval/tokens"])

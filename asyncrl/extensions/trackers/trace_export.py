@@ -56,7 +56,7 @@ def export_traces(
                     }
                     trace = run.spans(group_id, prompt_id, index, rollout)
                     training.write(json.dumps(line) + "\n")
-                    spans.write(json.dumps(otlp_json(run, trace)) + "\n")
+                    spans.write(json.dumps(otlp_json(trace)) + "\n")
                     num_rollouts += 1
         if not num_rollouts:
             raise ConfigError(

@@ -9,25 +9,38 @@ traces that a collector received.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from asyncrl import __version__
-from asyncrl.base.errors import ConfigError, RolloutFailure, install_extra
+from asyncrl.base.errors import RolloutFailure, needing
 from asyncrl.messages.records import GroupId, PolicyCall, Rollout, Trajectory
 from asyncrl.observe.trackers import TrackedRun
 
-if TYPE_CHECKING:
+with needing("otlp", "a trace of OpenTelemetry"):
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExportResult
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import (
+        SpanContext,
+        SpanKind,
+        Status,
+        StatusCode,
+        TraceFlags,
+    )
 
 MAX_WAITING = 4096
 """Traces in the queue; a full queue drops its oldest."""
@@ -35,44 +48,26 @@ MAX_SENT = 256
 """Traces of one request to the collector."""
 CLOSE_S = 5.0
 """Time for the last traces at the end of a run."""
-KINDS = {"INTERNAL": 1, "CLIENT": 3}
-"""Numbers of SpanKind in OTLP."""
-ERROR = 2
-"""Number of the status in OTLP."""
 
 Value = str | bool | int | float | Sequence[str] | Sequence[int]
 
 
-class TraceSpan(NamedTuple):
-    """`parent_id` 0: the root. Times are in nanoseconds since the epoch."""
-
-    trace_id: int
-    span_id: int
-    parent_id: int
-    name: str
-    kind: Literal["INTERNAL", "CLIENT"]
-    start_ns: int
-    end_ns: int
-    attributes: Mapping[str, Value]
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class TracedRun:
     """`model`: the name of the policy in spans."""
 
-    run_id: str
-    name: str
-    model: str
-
-    @property
-    def resource(self) -> dict[str, str]:
-        return {
-            "service.name": "asyncrl",
-            "service.version": __version__,
-            "service.instance.id": self.run_id,
-            "asyncrl.run": self.name,
-        }
+    def __init__(self, run_id: str, name: str, model: str) -> None:
+        self.run_id = run_id
+        self.name = name
+        self.model = model
+        self._scope = InstrumentationScope("asyncrl", __version__)
+        self._resource = Resource(
+            {
+                "service.name": "asyncrl",
+                "service.version": __version__,
+                "service.instance.id": run_id,
+                "asyncrl.run": name,
+            }
+        )
 
     def spans(
         self,
@@ -81,98 +76,98 @@ class TracedRun:
         sample_index: int,
         rollout: Rollout,
         failure: RolloutFailure | None = None,
-    ) -> list[TraceSpan]:
+    ) -> list[ReadableSpan]:
         """Return the trace of a rollout, its root first. The root lasts from the first
         call to the end of the last one.
         """
         name = f"g{group_id}/r{sample_index}"
-        trace_id = self._id(16, name)
-        root_id = self._id(8, name)
-        spans = list[TraceSpan]()
+        spans = list[ReadableSpan]()
         for branch in rollout:
             for call in branch.calls:
-                span_id = self._id(8, name, call.name)
-                spans.append(self._call(trace_id, span_id, root_id, branch, call))
+                times = _ns(call.begun_s), _ns(call.ended_s)
+                about = self._about_call(branch, call)
+                of_call = name, call.name
+                spans.append(self._span("chat", self.model, of_call, times, about))
             for call, following in pairwise(branch.calls):
                 for tool_id, tool in call.tools:
-                    span_id = self._id(8, name, call.name, tool_id)
-                    about = {
-                        "gen_ai.operation.name": "execute_tool",
+                    start_ns = _ns(call.ended_s)
+                    # Parallel calls of a session may overlap.
+                    times = start_ns, max(start_ns, _ns(following.begun_s))
+                    of_tool = {
                         "gen_ai.tool.name": tool,
                         "gen_ai.tool.call.id": tool_id,
                     }
-                    start_ns = _ns(call.ended_s)
-                    # Parallel calls of a session may overlap.
-                    end_ns = max(start_ns, _ns(following.begun_s))
-                    spans.append(
-                        TraceSpan(
-                            trace_id,
-                            span_id,
-                            root_id,
-                            f"execute_tool {tool}",
-                            "INTERNAL",
-                            start_ns,
-                            end_ns,
-                            about,
-                        )
-                    )
+                    path = name, call.name, tool_id
+                    spans.append(self._span("execute_tool", tool, path, times, of_tool))
         now_ns = time.time_ns()
-        root = TraceSpan(
-            trace_id,
-            root_id,
-            0,
-            f"invoke_agent {self.model}",
-            "INTERNAL",
-            min((span.start_ns for span in spans), default=now_ns),
-            max((span.end_ns for span in spans), default=now_ns),
-            {
-                "gen_ai.operation.name": "invoke_agent",
-                "gen_ai.provider.name": "asyncrl",
-                "gen_ai.request.model": self.model,
-                "gen_ai.conversation.id": name,
-                "asyncrl.group_id": int(group_id),
-                "asyncrl.sample_index": sample_index,
-                "asyncrl.prompt_id": prompt_id,
-                **_result(rollout, failure),
-            },
-            "" if failure is None else str(failure),
+        times = (
+            min((span.start_time or 0 for span in spans), default=now_ns),
+            max((span.end_time or 0 for span in spans), default=now_ns),
         )
+        of_rollout = {
+            "gen_ai.provider.name": "asyncrl",
+            "gen_ai.request.model": self.model,
+            "gen_ai.conversation.id": name,
+            "asyncrl.group_id": int(group_id),
+            "asyncrl.sample_index": sample_index,
+            "asyncrl.prompt_id": prompt_id,
+            **_result(rollout, failure),
+        }
+        error = "" if failure is None else str(failure)
+        root = self._span("invoke_agent", self.model, (name,), times, of_rollout, error)
         return [root, *spans]
 
-    def _call(
-        self,
-        trace_id: int,
-        span_id: int,
-        root_id: int,
-        branch: Trajectory,
-        call: PolicyCall,
-    ) -> TraceSpan:
+    def _about_call(self, branch: Trajectory, call: PolicyCall) -> dict[str, Value]:
         versions = np.unique(branch.tokens.versions[call.start : call.end])
-        return TraceSpan(
-            trace_id,
-            span_id,
-            root_id,
-            f"chat {self.model}",
-            "CLIENT",
-            _ns(call.begun_s),
-            _ns(call.ended_s),
-            {
-                "gen_ai.operation.name": "chat",
-                "gen_ai.provider.name": "asyncrl",
-                "gen_ai.request.model": self.model,
-                "gen_ai.response.id": call.name,
-                "gen_ai.response.finish_reasons": [call.finish_reason],
-                **({"gen_ai.agent.name": call.agent} if call.agent else {}),
-                "gen_ai.usage.input_tokens": call.start,
-                "gen_ai.usage.output_tokens": call.end - call.start,
-                "asyncrl.branch": branch.branch,
-                # Calls that are not trained have no version.
-                "asyncrl.policy_versions": versions[versions >= 0].tolist(),
-            },
+        return {
+            "gen_ai.provider.name": "asyncrl",
+            "gen_ai.request.model": self.model,
+            "gen_ai.response.id": call.name,
+            "gen_ai.response.finish_reasons": [call.finish_reason],
+            **({"gen_ai.agent.name": call.agent} if call.agent else {}),
+            "gen_ai.usage.input_tokens": call.start,
+            "gen_ai.usage.output_tokens": call.end - call.start,
+            "asyncrl.branch": branch.branch,
+            # Calls that are not trained have no version.
+            "asyncrl.policy_versions": versions[versions >= 0].tolist(),
+        }
+
+    def _span(
+        self,
+        operation: str,
+        subject: str,
+        path: tuple[str, ...],
+        times: tuple[int, int],
+        about: Mapping[str, Value],
+        error: str = "",
+    ) -> ReadableSpan:
+        """Return a span. `path`: the rollout, and what is traced in it. `times`: in
+        nanoseconds since the epoch.
+        """
+        is_root = len(path) == 1
+        return ReadableSpan(
+            f"{operation} {subject}",
+            context=self._context(path),
+            parent=None if is_root else self._context(path[:1]),
+            resource=self._resource,
+            attributes={"gen_ai.operation.name": operation, **about},
+            kind=SpanKind.CLIENT if operation == "chat" else SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=times[0],
+            end_time=times[1],
+            instrumentation_scope=self._scope,
         )
 
-    def _id(self, num_bytes: int, *parts: str) -> int:
-        text = "\x1f".join((self.run_id, *parts))
+    def _context(self, path: tuple[str, ...]) -> SpanContext:
+        return SpanContext(
+            self._id(16, path[:1]),
+            self._id(8, path),
+            is_remote=False,
+            trace_flags=TraceFlags(TraceFlags.SAMPLED),
+        )
+
+    def _id(self, num_bytes: int, path: tuple[str, ...]) -> int:
+        text = "\x1f".join((self.run_id, *path))
         digest = blake2b(text.encode(), digest_size=num_bytes).digest()
         return int.from_bytes(digest, "big")
 
@@ -190,60 +185,20 @@ def _ns(seconds: float) -> int:
     return round(1e9 * seconds)
 
 
-def otlp_json(run: TracedRun, spans: Sequence[TraceSpan]) -> dict[str, object]:
+def otlp_json(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
     """Return spans as TracesData in OTLP's JSON: a line of an OTLP file
     (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
     """
-    scope = {"name": "asyncrl", "version": __version__}
-    of_scope = {"scope": scope, "spans": [_span_json(span) for span in spans]}
-    resource = {"attributes": _attributes_json(run.resource)}
-    return {"resourceSpans": [{"resource": resource, "scopeSpans": [of_scope]}]}
-
-
-def _span_json(span: TraceSpan) -> dict[str, object]:
     # Unlike the JSON of protobuf: ids are hexadecimal, and enums are numbers.
-    written: dict[str, object] = {
-        "traceId": f"{span.trace_id:032x}",
-        "spanId": f"{span.span_id:016x}",
-        "name": span.name,
-        "kind": KINDS[span.kind],
-        "startTimeUnixNano": str(span.start_ns),
-        "endTimeUnixNano": str(span.end_ns),
-        "attributes": _attributes_json(span.attributes),
-        "status": {"code": ERROR, "message": span.error} if span.error else {},
-    }
-    if span.parent_id:
-        written["parentSpanId"] = f"{span.parent_id:016x}"
+    written: dict[str, Any] = MessageToDict(
+        encode_spans(spans), use_integers_for_enums=True
+    )
+    for of_resource in written["resourceSpans"]:
+        for of_scope in of_resource["scopeSpans"]:
+            for span in of_scope["spans"]:
+                for name in {"traceId", "spanId", "parentSpanId"} & span.keys():
+                    span[name] = base64.b64decode(span[name]).hex()
     return written
-
-
-def _attributes_json(attributes: Mapping[str, Value]) -> list[dict[str, object]]:
-    return [
-        {"key": name, "value": _value_json(value)} for name, value in attributes.items()
-    ]
-
-
-def _value_json(value: Value) -> dict[str, object]:
-    if isinstance(value, str):
-        return {"stringValue": value}
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    if isinstance(value, float):
-        return {"doubleValue": value}
-    return {"arrayValue": {"values": [_value_json(part) for part in value]}}
-
-
-def check_sender() -> None:
-    """Raise ConfigError if the exporter is not installed."""
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"observe.traces=otlp needs OpenTelemetry's exporter: {error}",
-            way_out=f"{install_extra('otlp')}; or leave it out.",
-        ) from error
 
 
 class TraceSender:
@@ -256,10 +211,9 @@ class TraceSender:
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        """`warn` may be called from the thread. Raises ConfigError."""
-        check_sender()
+        """`warn` may be called from the thread."""
         self._warn = warn
-        self._traces = queue.Queue[list[TraceSpan] | None](MAX_WAITING)
+        self._traces = queue.Queue[list[ReadableSpan] | None](MAX_WAITING)
         self._run: TracedRun | None = None
         self._thread: threading.Thread | None = None
         self._is_late = False
@@ -277,9 +231,7 @@ class TraceSender:
 
     def start(self, run: TrackedRun) -> None:
         self._run = TracedRun(run.run_id, run.name, run.model)
-        self._thread = threading.Thread(
-            target=self._work, args=(self._run,), name="traces", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name="traces", daemon=True)
         self._thread.start()
 
     def rollout(
@@ -293,7 +245,7 @@ class TraceSender:
         assert self._run is not None, "rollouts begin after start()"
         self.tell(self._run.spans(group_id, prompt_id, sample_index, rollout, failure))
 
-    def tell(self, trace: list[TraceSpan] | None) -> None:
+    def tell(self, trace: list[ReadableSpan] | None) -> None:
         """Queue a trace; None ends the thread."""
         # Only the event loop puts traces, so after this put() never blocks it.
         if self._traces.full():
@@ -322,13 +274,7 @@ class TraceSender:
                 f"traces are dropped, the run continues (traces/dropped counts them): {why}"
             )
 
-    def _work(self, run: TracedRun) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-            OTLPSpanExporter,
-        )
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        as_sdk = _sdk_spans(run)
+    def _work(self) -> None:
         exporter = OTLPSpanExporter()
         is_last = False
         while not (is_last or self._is_late):
@@ -338,7 +284,7 @@ class TraceSender:
                     taken.append(self._traces.get_nowait())
             traces = [trace for trace in taken if trace is not None]
             is_last = len(traces) < len(taken)
-            spans = [as_sdk(span) for trace in traces for span in trace]
+            spans = [span for trace in traces for span in trace]
             why = "the exporter has failed; the log has its error"
             result = None
             try:
@@ -354,42 +300,3 @@ class TraceSender:
                 self._drops(why)
                 self._num_refused += len(traces)
         exporter.shutdown()  # type: ignore[no-untyped-call]
-
-
-def _sdk_spans(run: TracedRun) -> Callable[[TraceSpan], ReadableSpan]:
-    """Return a function that makes spans of OpenTelemetry's SDK."""
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-    from opentelemetry.trace import (
-        SpanContext,
-        SpanKind,
-        Status,
-        StatusCode,
-        TraceFlags,
-    )
-
-    resource = Resource(run.resource)
-    scope = InstrumentationScope("asyncrl", __version__)
-
-    def context(trace_id: int, span_id: int) -> SpanContext:
-        flags = TraceFlags(TraceFlags.SAMPLED)
-        return SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)
-
-    def made(span: TraceSpan) -> ReadableSpan:
-        parent = context(span.trace_id, span.parent_id) if span.parent_id else None
-        status = Status(StatusCode.ERROR, span.error) if span.error else Status()
-        return ReadableSpan(
-            span.name,
-            context=context(span.trace_id, span.span_id),
-            parent=parent,
-            resource=resource,
-            attributes=span.attributes,
-            kind=SpanKind[span.kind],
-            status=status,
-            start_time=span.start_ns,
-            end_time=span.end_ns,
-            instrumentation_scope=scope,
-        )
-
-    return made

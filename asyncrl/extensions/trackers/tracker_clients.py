@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from asyncrl.observe.samples import ShownRollout
 from asyncrl.observe.trackers import ByStep, Metrics, TrackedRun, Tracker
@@ -52,18 +52,14 @@ class Wandb(Tracker):
     package: ClassVar = "wandb"
 
     project: str = "asyncrl"
-    entity: str | None = None
-    group: str | None = None
     tags: Sequence[str] = ()
-    mode: Literal["online", "offline"] | None = None
-    """None: WANDB_MODE, else online."""
     _run: Any = field(init=False)
 
     def start(self, run: TrackedRun) -> None:
         """Open the run; offline without a key."""
         import wandb
 
-        mode: Any = self.mode or wandb.setup().settings.mode
+        mode: Any = wandb.setup().settings.mode
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             upload = f"upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`"
             run.warn(
@@ -72,8 +68,6 @@ class Wandb(Tracker):
             mode = "offline"
         self._run = wandb.init(
             project=self.project,
-            entity=self.entity,
-            group=self.group,
             tags=[*self.tags],
             id=run.run_id,
             name=run.name,

@@ -28,7 +28,7 @@ from asyncrl.base.errors import (
     RewardFailure,
     RolloutFailure,
     first_fault,
-    install_extra,
+    needing,
 )
 from asyncrl.base.failures import FailureKind, kind_of_text
 from asyncrl.base.user_code import UserCalls, find_here
@@ -308,11 +308,6 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, list
 
 
 def _library(identifier: str) -> Any:
-    try:
+    with needing("verifiers", f"generator.verifiers={identifier}"):
         import verifiers.v1
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}",
-            way_out=f"{install_extra('verifiers')}, where the run is started and where its workers run.",
-        ) from error
     return verifiers.v1

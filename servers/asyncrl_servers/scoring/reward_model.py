@@ -8,10 +8,10 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
+from queue import SimpleQueue
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
 from asyncrl.weights.aside import Aside
 
 KEY = "task.reward.model"
-T = TypeVar("T")
 
 
 class RewardSpec(Message):
@@ -91,8 +90,12 @@ class RewardModel:
             )
         self._model: PreTrainedModel = model.to(self._device).eval()
         self._model.requires_grad_(False)
-        self._text_config = model.config.get_text_config()
-        self._pad_id: int | None = self._text_config.pad_token_id
+        self._pad_id: int | None = model.config.get_text_config().pad_token_id
+        # A CPU's kernels round by the shape of the batch, and batches follow from timing.
+        # One text a batch gives the same bits in every run. Without a padding id a
+        # decoder's head does not find the last token of a padded text.
+        is_alone = spec.device == "cpu" or self._pad_id is None
+        self.batch_tokens = 1 if is_alone else spec.batch_tokens
         self._max_length = _max_length(self.tokenizer, model)
         self._aside = Aside(self._device, spec.aside_dir)
 
@@ -146,23 +149,11 @@ class RewardModel:
     def scores(self, texts: Sequence[Mapping[str, list[int]]]) -> list[float]:
         """Return a score for each text, as transformers computes for it alone."""
         length = max(len(text["input_ids"]) for text in texts)
-        pad_id = self._pad_id
-        if pad_id is None:
-            # A decoder's head reads the last token that is not padding. An id of no
-            # text is padding for sure; the model's own end of turn would not be.
-            used = {number for text in texts for number in text["input_ids"]}
-            known = range(self._text_config.vocab_size)
-            free = (number for number in known if number not in used)
-            pad_id = next(free, None)
-            # The texts use a whole small vocabulary: none is padded.
-            if pad_id is None and len(texts) > 1:
-                return [self.scores([text])[0] for text in texts]
-            self._text_config.pad_token_id = pad_id
-            pad_id = pad_id or 0  # a lone text is not padded
         rows = {
             name: [
                 text[name]
-                + [pad_id if name == "input_ids" else 0] * (length - len(text[name]))
+                + [self._pad_id or 0 if name == "input_ids" else 0]
+                * (length - len(text[name]))
                 for text in texts
             ]
             for name in texts[0]
@@ -190,77 +181,51 @@ def _max_length(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> i
     return int(min(tokenizer.model_max_length, limit))
 
 
-Waiting = tuple[Mapping[str, list[int]], "asyncio.Future[float]"]
+Waiting = tuple[Mapping[str, list[int]], Future[float]]
 
 
 class Batches:
-    """Score texts in batches of similar length.
+    """Score texts in batches of similar length, in one thread.
 
-    Waits: a call waits until the batches before it are done, then for its own. A model
-        that sleeps keeps the lock: calls wait until it wakes.
+    Waits: a call waits until the batches before it are done, then for its own. No call
+        comes to a model that sleeps (RoleClient).
     """
 
     def __init__(self, model: RewardModel, spec: RewardSpec) -> None:
         self._model = model
-        # A CPU's kernels round by the shape of the batch, and batches follow from timing.
-        # One text a batch gives the same bits in every run.
-        self._batch_tokens = 1 if spec.device == "cpu" else spec.batch_tokens
-        self._waiting: list[Waiting] = []
-        self._lock = asyncio.Lock()
-        self._moving = asyncio.Lock()
+        self._waiting = SimpleQueue[Waiting]()
         # OpenMP counts threads per calling thread.
         self._thread = ThreadPoolExecutor(
             1, initializer=torch.set_num_threads, initargs=(spec.threads,)
         )
 
     async def score(self, text: Mapping[str, list[int]]) -> float:
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append((text, future))
-        async with self._lock:
-            # The first holder of the lock scores the texts of all calls behind it.
-            if not future.done():
-                await self._run()
-        return await future
+        answer: Future[float] = Future()
+        # A caller that leaves cannot cancel a running future, so set_result() never
+        # raises.
+        answer.set_running_or_notify_cancel()
+        self._waiting.put((text, answer))
+        # One run scores the texts of all calls that have come; the runs of these calls
+        # find nothing.
+        self._thread.submit(self._run)
+        return await asyncio.wrap_future(answer)
 
-    async def sleep(self) -> TransferStats:
-        """Free the model's memory after the batches that have come. Idempotent. Raises
-        Refused (507).
-        """
-        async with self._moving:
-            if self._model.is_asleep:
-                return TransferStats(num_bytes=0, seconds=0.0)
-            await self._lock.acquire()
+    async def move(self, move: Callable[[], TransferStats]) -> TransferStats:
+        """Sleep or wake, after the batches that have come. Raises Refused (507)."""
+        return await asyncio.wrap_future(self._thread.submit(move))
+
+    def _run(self) -> None:
+        taken = [self._waiting.get() for _ in range(self._waiting.qsize())]
+        for batch in cut_batches(taken, self._model.batch_tokens):
             try:
-                return await self._in_thread(self._model.sleep)
-            finally:
-                if not self._model.is_asleep:
-                    self._lock.release()
-
-    async def wake(self) -> TransferStats:
-        """Bring the weights back, then answer calls. Idempotent. Raises Refused (507)."""
-        async with self._moving:
-            if not self._model.is_asleep:
-                return TransferStats(num_bytes=0, seconds=0.0)
-            moved = await self._in_thread(self._model.wake)
-            self._lock.release()
-            return moved
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _run(self) -> None:
-        taken, self._waiting = self._waiting, []
-        for batch in cut_batches(taken, self._batch_tokens):
-            texts = [text for text, _ in batch]
-            try:
-                scores = await self._in_thread(partial(self._model.scores, texts))
+                scores = self._model.scores([text for text, _ in batch])
             # Each call of this batch answers with it.
             except Exception as error:
-                for _, future in batch:
-                    future.set_exception(error)
+                for _, answer in batch:
+                    answer.set_exception(error)
                 continue
-            for (_, future), score in zip(batch, scores, strict=True):
-                future.set_result(score)
+            for (_, answer), score in zip(batch, scores, strict=True):
+                answer.set_result(score)
 
 
 def cut_batches(taken: list[Waiting], batch_tokens: int) -> Iterator[list[Waiting]]:
@@ -305,10 +270,10 @@ def main() -> None:
         )
 
     async def sleep() -> TransferStats:
-        return await batches.sleep()
+        return await batches.move(model.sleep)
 
     async def wake(body: WakeRequest) -> TransferStats:
-        return await batches.wake()
+        return await batches.move(model.wake)
 
     app = make_app(secret_of(SECRET_ENV))
     add_route(app, "GET", "/health", health)
