@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ import pytest
 import typer
 import yaml
 
+from asyncrl.base.errors import OF_TRAIN
 from asyncrl.cli import app
 from asyncrl.config import load_any
 
 ROOT = Path(__file__).parent.parent
 RUN_LINES = """
-import contextlib, io, json, shlex, sys
-sys.modules["torch"] = None
+import contextlib, importlib.machinery as machinery, io, json, shlex, sys
+hidden, find = sys.argv[1:], machinery.PathFinder.find_spec
+machinery.PathFinder.find_spec = lambda name, *of: None if name.split(".")[0] in hidden else find(name, *of)
 from asyncrl.cli import main
 answers = []
 for line in json.load(sys.stdin):
@@ -109,12 +111,14 @@ init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 """.strip().splitlines()
 
 
-def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
+def run_lines(
+    folder: Path, *lines: str, without: Iterable[str] = ("torch",)
+) -> list[tuple[int, str, str]]:
     """Return exit code, output and errors of each command, in one process without
-    torch.
+    these packages.
     """
     done = subprocess.run(
-        [sys.executable, "-c", RUN_LINES],
+        [sys.executable, "-c", RUN_LINES, *without],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"},
         input=json.dumps(lines),
@@ -154,10 +158,44 @@ def commands_below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name} {word}", one
 
 
+COMMANDS = [*commands_below(typer.main.get_command(app), "asyncrl")]
+ARGUMENTS = {
+    "init": "quickstart --folder new",
+    "keys": "buffer",
+    "scale": "run engines=2",
+    "work": "http://127.0.0.1:1 --python os:getcwd",
+    "export": "run out",
+    "watch": "run",
+}
+"""Arguments of commands that do not begin with CONFIG or RUN_DIR."""
+NEEDS_TRAIN = {"run", "sft", "check", "serve gateway", "serve engine"}
+
+
+def test_a_command_without_the_train_extra_has_no_traceback(tmp_path: Path) -> None:
+    for kind in ("quickstart", "sft"):
+        written = (ROOT / f"configs/{kind}.yaml").read_text(encoding="utf-8")
+        (tmp_path / f"{kind}.yaml").write_text(written, encoding="utf-8")
+    (tmp_path / "invalid.yaml").write_text("model: qwen\n", encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    cases = []
+    for path, _ in COMMANDS:
+        name = path.removeprefix("asyncrl ")
+        valid = "sft.yaml" if name == "sft" else "quickstart.yaml"
+        cases += [(name, ARGUMENTS.get(name, each)) for each in (valid, "invalid.yaml")]
+    lines = (" ".join(case) for case in cases)
+    answers = run_lines(tmp_path, *lines, without=OF_TRAIN)
+    for (name, arguments), (code, out, err) in zip(cases, answers, strict=True):
+        said = out + err
+        assert "Traceback" not in said
+        assert code in (0, 1, 2), (name, said)
+        assert not code or re.search(r"Error: .*|No such command|Usage: ", said), said
+        if name in NEEDS_TRAIN:
+            is_valid = arguments != "invalid.yaml"
+            assert ("pip install 'asyncrl[train]'" if is_valid else "model") in said
+
+
 @pytest.mark.extension("ray", "vllm")
-@pytest.mark.parametrize(
-    ("name", "command"), [*commands_below(typer.main.get_command(app), "asyncrl")]
-)
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
 def test_help_ends_with_examples_that_parse(name: str, command: Any) -> None:
     for _ in range(2):
         shown = command.get_help(command.make_context(name, [], resilient_parsing=True))
