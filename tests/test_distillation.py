@@ -19,7 +19,6 @@ import torch
 import yaml
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
-from launch_cases import TAUGHT, load
 from pydantic import ValidationError
 from taught_cases import (
     ROLLOUTS,
@@ -48,7 +47,6 @@ from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check import find_models
 from asyncrl.job.run_export import export_run
-from asyncrl.launch.memory import disk_sizes
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import (
     SUPPORT,
@@ -337,12 +335,6 @@ def test_teacher_with_few_positions_is_refused(
 def test_teacher_may_name_the_only_task() -> None:
     # The name of a single task is '' in a run.
     assert TeacherConfig(path="m", tasks=["sums"]).scores("")
-
-
-def test_likeliest_ids_take_space_in_the_journal() -> None:
-    of_jsd = ["algorithm.distill_loss=jsd", "algorithm.distill_top_k=16"]
-    sizes = [disk_sizes(load(*TAUGHT, *more), 0)["journal"] for more in ([], of_jsd)]
-    assert sizes[1] == 9 * sizes[0], "16 bytes a token, and 8 for each id"
 
 
 # ---- runs
