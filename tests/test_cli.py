@@ -130,17 +130,10 @@ def run_lines(
     return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
-def test_settings_are_counted_once() -> None:
-    (_, listed, _), (_, count, _) = run_lines(ROOT, "keys --all", "keys --all --count")
-    names = re.findall(r"^(\S+) \(", listed, re.MULTILINE)
-    repeated = [name for name in names if name.startswith("task.generator.")]
-    assert {name.removeprefix("task.") for name in repeated} <= {*names}
-    assert int(count) == len(names) - len(repeated)
-
-
 def test_commands_work_without_torch() -> None:
     cases = [re.split(r" -> |(?<=\d): ", line) for line in LINES]
-    answers = run_lines(ROOT, *(arguments for arguments, _, _ in cases))
+    lines = [arguments for arguments, _, _ in cases]
+    *answers, counted = run_lines(ROOT, *lines, "keys --all --count")
     for (arguments, code, says), (returned, out, err) in zip(
         cases, answers, strict=True
     ):
@@ -148,6 +141,12 @@ def test_commands_work_without_torch() -> None:
         assert returned == int(code), (arguments, said)
         assert all(words in said for words in says.split(" ... ")), (arguments, said)
         assert "Traceback" not in err
+    # A key of a task's generator is a key of generator.
+    _, listed, _ = answers[lines.index("keys --all")]
+    names = re.findall(r"^(\S+) \(", listed, re.MULTILINE)
+    repeated = [name for name in names if name.startswith("task.generator.")]
+    assert {name.removeprefix("task.") for name in repeated} <= {*names}
+    assert int(counted[1]) == len(names) - len(repeated)
 
 
 def commands_below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -229,33 +228,35 @@ def test_install_page_lists_the_commands_without_an_extra() -> None:
     assert rest == {"check", "run", "sft", "eval", "sweep", "export", "serve"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "writes"),
-    [
-        ("quickstart", {"quickstart.yaml"}),
-        ("gsm8k", {"gsm8k-qwen3-0.6b-1gpu.yaml"}),
-        ("agent", {"agent.yaml", "lookup.py"}),
-    ],
-)
-def test_init_writes_configs_that_pass_the_check(
-    kind: str, writes: set[str], tmp_path: Path
-) -> None:
-    machine = (
-        " --devices 1xRTX4090-24GB --cores 16 --memory 64GB" if kind == "gsm8k" else ""
-    )
-    configs = sorted(name for name in writes if name.endswith(".yaml"))
-    checks = [f"check {name}{machine}" for name in configs]
-    first, *checked, again = run_lines(
-        tmp_path, f"init {kind}", *checks, f"init {kind}"
-    )
-    assert first[0] == 0, first
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == writes
-    assert all(f"wrote {name}\n" in first[1] for name in writes)
-    for name, (code, _, error) in zip(configs, checked, strict=True):
-        assert re.search(rf"^  asyncrl run {name}", first[1], re.MULTILINE)
+WRITTEN = {
+    "quickstart": ["quickstart.yaml"],
+    "gsm8k": ["gsm8k-qwen3-0.6b-1gpu.yaml"],
+    "agent": ["agent.yaml", "lookup.py"],
+}
+
+
+def test_init_writes_configs_that_pass_the_check(tmp_path: Path) -> None:
+    configs = [files[0] for files in WRITTEN.values()]
+    inits = [f"init {kind}" for kind in WRITTEN]
+    described = {"gsm8k": "--devices 1xRTX4090-24GB --cores 16 --memory 64GB"}
+    checks = [
+        f"check {files[0]} {described.get(kind, '')}" for kind, files in WRITTEN.items()
+    ]
+    answers = run_lines(tmp_path, *inits, *checks, *inits)
+    first, checked, again = answers[:3], answers[3:6], answers[6:]
+    left = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert left == {name for files in WRITTEN.values() for name in files}
+    for files, (code, said, _) in zip(WRITTEN.values(), first, strict=True):
+        assert code == 0, said
+        assert all(f"wrote {name}\n" in said for name in files)
+    for name, (_, said, _), (code, _, error) in zip(
+        configs, first, checked, strict=True
+    ):
+        assert re.search(rf"^  asyncrl run {name}", said, re.MULTILINE)
         assert code == 0, error
-    assert again[0] == 2
-    assert "init overwrites no file" in again[2]
+    for code, _, error in again:
+        assert code == 2
+        assert "init overwrites no file" in error
 
 
 def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from installed_extension import RECORD, SETTINGS, install, python
+from installed_extension import RECORD, SETTINGS, asyncrl, install, python
 from job_runs import ROOT, environment, write_config
 
 from asyncrl.base.extensions import AddedField, discover, extensions
@@ -292,20 +292,19 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
     install(tmp_path, name="beeper")
     points = tmp_path / "acme_beeper-1.0.dist-info/entry_points.txt"
     points.write_text(points.read_text().replace("beeper =", "pager ="))
-    done = python("-m", "asyncrl", "check", QUICKSTART, packages=tmp_path)
+    done = asyncrl("check", QUICKSTART, packages=tmp_path)
     assert done.returncode == 2
     assert "has an extension of this name, too" in done.stderr
-    check = ("-m", "asyncrl", "check", QUICKSTART)
-    done = python(*check, packages=tmp_path, ASYNCRL_EXTENSIONS="core")
+    done = asyncrl("check", QUICKSTART, packages=tmp_path, switch="core")
     assert done.returncode == 0, done.stderr
 
 
 def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
     packages = install(tmp_path)
-    check = ("-m", "asyncrl", "check", QUICKSTART, "generator.pager=n5")
+    check = ("check", QUICKSTART, "generator.pager=n5")
 
     def said(switch: str, *arguments: str) -> str:
-        done = python(*arguments, packages=packages, ASYNCRL_EXTENSIONS=switch)
+        done = asyncrl(*arguments, packages=packages, switch=switch)
         return done.stdout + done.stderr
 
     off = "generator.pager on the command line is not a known key: it is of the extension pager"
@@ -315,12 +314,12 @@ def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
         "", *check[:-1], "generator.pager=n0"
     )
     assert "the extension beeper cannot be used" in said("core,beeper", *check)
-    listed = said("core,pager", "-m", "asyncrl", "extensions")
+    listed = said("core,pager", "extensions")
     assert "pager 1.0 of acme-pager\n    about: Rollouts that page somebody." in listed
     assert "fields: pagers, generator.pager, generator.volume" in listed
-    assert "paging n5" in said("", "-m", "asyncrl", "page", "n5")
-    assert "--pager NUMBER" in said("", "-m", "asyncrl", "work", "--help")
-    assert "--pager" not in said("core", "-m", "asyncrl", "work", "--help")
+    assert "paging n5" in said("", "page", "n5")
+    assert "--pager NUMBER" in said("", "work", "--help")
+    assert "--pager" not in said("core", "work", "--help")
 
 
 @pytest.mark.slow

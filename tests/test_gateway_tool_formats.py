@@ -321,7 +321,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", [*NAMES, "none"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     cuts=st.lists(st.integers(0, 9), max_size=40),
