@@ -35,33 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("loop") / "model", num_hidden_layers=2)
 
 
-def test_stop_string_ends_a_resumed_answer_too(tiny_model_dir: Path) -> None:
-    with running_engine(tiny_model_dir) as engine:
-        tokenizer = engine.runner.loaded.tokenizer
-        assert tokenizer is not None
-        whole = answered(engine, max_tokens=60, seed=3)
-        text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
-        stop = ("not in there", text[10:14])
-        stopped = answered(engine, max_tokens=60, seed=3, stop=stop)
-        found = tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
-        assert (found, stopped.finish_reason) == (
-            text[: text.index(stop[1]) + 4],
-            "stop",
-        )
-        assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
-        cut = len(stopped.token_ids) - 2
-        prompt = (1, 2, 3, *whole.token_ids[:cut])
-        rest = answered(
-            engine,
-            prompt_ids=prompt,
-            num_resumed=cut,
-            max_tokens=60 - cut,
-            seed=3,
-            stop=stop,
-        )
-    assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
-
-
 def test_stop_string_in_a_thought_does_not_end_it(tiny_model_dir: Path) -> None:
     with running_engine(tiny_model_dir) as engine:
         tokenizer = engine.runner.loaded.tokenizer

@@ -122,25 +122,6 @@ def make_step(folder: Path, scratch: Path, **values: Any) -> TrainerRank:
     return TrainerRank(make_spec(folder, scratch, **{"chunk_bytes": 10_000, **values}))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_embedded_engine_computes_with_pushed_experts(
-    tmp_path: Path, model_type: str
-) -> None:
-    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
-    step, gaps = make_step(folder, tmp_path), list[float]()
-    # products of experts have few rows
-    with running_engine(folder, deterministic=False) as engine:
-        for version in range(2):
-            gaps.append(
-                step.train(*routed_batch(engine, version))["policy/logprob_gap_max"]
-            )
-            answer = step.export(tmp_path / f"v{version + 1}.safetensors")
-            publish(engine, prepare_request(answer))
-        assert engine.weights.digest == answer.digest
-        gaps.append(step.train(*routed_batch(engine, 2))["policy/logprob_gap_max"])
-    assert max(gaps) < 1e-4, gaps
-
-
 def test_float32_router_is_pushed_unrounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
