@@ -186,9 +186,10 @@ def test_sum_over_episodes_is_the_gradient_of_the_mean_reward() -> None:
     assert math.fsum(chances) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("is_edited", [False, True])
-@pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "discount", "is_edited"),
+    [(2, 1.0, False), (2, 0.0, True), (3, 0.9, False), (3, 1.0, True)],
+)
 def test_turns_against_other_rollouts_have_the_exact_gradient_as_mean(
     size: int, discount: float, is_edited: bool
 ) -> None:
