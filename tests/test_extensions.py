@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -417,21 +418,26 @@ def test_each_module_of_an_extension_can_be_imported_first() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("name", IN_USE)
-def test_config_of_a_run_is_read_without_the_extension(
-    name: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.yaml"
-    config = load_any(ROOT / USED_IN.get(name, QUICKSTART), USES[name][0].split())
-    path.write_text(run_config_yaml(config))
-    program = (
-        "import sys; from pathlib import Path; from asyncrl.config import load as load; "
-        "print(load.load_written(Path(sys.argv[1])).seed)"
-    )
-    done = python("-c", program, path, ASYNCRL_EXTENSIONS="core")
-    assert done.stdout == "0\n", done.stderr
+SEEDS = """
+import sys
+from pathlib import Path
+from asyncrl.config.load import load_written
+for path in sys.argv[1:]:
+    print(load_written(Path(path)).seed)
+"""
 
 
+@pytest.mark.extension(*OWN)
+def test_config_of_a_run_is_read_without_the_extension(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.yaml" for name in OWN]
+    for name, path in zip(OWN, paths, strict=True):
+        config = load_any(ROOT / USED_IN.get(name, QUICKSTART), USES[name][0].split())
+        path.write_text(run_config_yaml(config))
+    done = python("-c", SEEDS, *paths, ASYNCRL_EXTENSIONS="core")
+    assert done.stdout == "0\n" * len(OWN), done.stderr
+
+
+@cache
 def code_of(path: Path) -> str:
     """Return the code of a file, without its comments and docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

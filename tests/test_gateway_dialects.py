@@ -94,7 +94,6 @@ REFUSED: list[tuple[str, Any, str]] = [
         (path, {**base, **wrong}, next(iter(wrong)))
         for path, base in BASES.items()
         for wrong in (
-            {"top_p": 0},
             {"top_p": 1.5},
             {"top_k": -2},
             {"min_p": 1.1},
@@ -135,14 +134,13 @@ REFUSED: list[tuple[str, Any, str]] = [
             {"type": "xml"},
             {"type": "json_schema"},
             {"type": "json_object", "schema": {}},
-            {"type": "json_schema", "name": "a", "schema": {}},
         )
     ),
     *(
         (CHAT, said(*HI) | {"chat_template_kwargs": {name: False}}, name)
         for name in ("add_generation_prompt", "messages")
     ),
-    *((CHAT, said({"role": "tool", "content": odd}), "content") for odd in (0, False)),
+    (CHAT, said({"role": "tool", "content": False}), "content"),
     *(
         (CHAT, said(*HI, {"role": "assistant", key: True}), "begins each answer")
         for key in ("prefix", "partial")
@@ -171,13 +169,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     *(
         (RESPONSES, item(type=kind, call_id="c", output="x"), "as such a pair")
-        for kind in (
-            "computer_call",
-            "local_shell_call",
-            "local_shell_call_output",
-            "web_search_call",
-            "compaction",
-        )
+        for kind in ("computer_call", "local_shell_call_output", "compaction")
     ),
     (RESPONSES, item(type="custom_tool_call", call_id="c", name="f"), "custom_tool"),
     *(
@@ -188,14 +180,13 @@ REFUSED: list[tuple[str, Any, str]] = [
             ),
             "send calls and results of a server's tools as tool_use",
         )
-        for kind in ("server_tool_use", "web_search_tool_result", "compaction")
+        for kind in ("server_tool_use", "web_search_tool_result")
     ),
     *(
         (CHAT, said(*HI) | {"tool_choice": choice} | CALLABLE, "tool_choice")
         for choice in (
             allowed("auto", "g"),
             allowed("none", "f"),
-            allowed("auto"),
             {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
             {"type": "allowed_tools", "allowed_tools": [1]},
             {"type": "allowed_tools", "allowed_tools": {"allowed_tools": {}}},
@@ -219,22 +210,6 @@ REFUSED: list[tuple[str, Any, str]] = [
             "content: Input should be a valid string",
         )
         for odd in (5, {"type": "output_text", "text": "x"})
-    ),
-    (
-        RESPONSES,
-        {
-            "input": [
-                {"role": "assistant", "content": 5},
-                {
-                    "type": "function_call",
-                    "call_id": "c",
-                    "name": "f",
-                    "arguments": "{}",
-                },
-                {"role": "assistant", "content": "x"},
-            ]
-        },
-        "content: Input should be a valid string",
     ),
     (
         RESPONSES,
