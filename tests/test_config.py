@@ -102,10 +102,6 @@ def test_numbers_that_json_cannot_hold_are_refused(good: Path, key: str) -> None
     )
 
 
-def test_spaces_in_one_argument_are_named(good: Path) -> None:
-    assert "write seed=3, without spaces" in refusal(good, "seed = 3")
-
-
 @pytest.mark.parametrize("value", ["2024-13-45", "[" * 3000, "{a: 1"])
 def test_invalid_yaml_value_is_a_config_error(good: Path, value: str) -> None:
     assert "is not a key of a section with a YAML value" in refusal(
