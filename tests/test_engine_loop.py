@@ -186,6 +186,32 @@ def test_support_is_the_set_that_is_sampled_from(
         assert np.abs(alone.logprobs - wanted).max() < 5e-6
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.lists(CUTS, min_size=2, max_size=4))
+def test_rows_are_cut_as_if_they_were_alone(
+    seed: int, rows: list[dict[str, Any]]
+) -> None:
+    """Also if another row needs more than the MOST_LIKELY logits."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.tensor([[0.01], [4.0], [1.0], [2.0]])
+    logits = torch.randn(4, 3000, generator=generator) * spread
+    logits = logits[: len(rows)]
+    sampling = np.array(
+        [SamplingParameters(**one).draw for one in rows],
+        [(name, float) for name in DRAW_PARAMETERS],
+    )
+    seeds, positions = np.arange(len(rows), dtype=np.uint64), np.arange(len(rows))
+    together = sample(logits, sampling, seeds, positions)
+    for row in range(len(rows)):
+        one = slice(row, row + 1)
+        alone = sample(logits[one], sampling[one], seeds[one], positions[one])
+        assert alone.ids[0] == together.ids[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+        assert (row in together.lists[SUPPORT]) == (0 in alone.lists[SUPPORT])
+        if row in together.lists[SUPPORT]:
+            assert np.array_equal(alone.lists[SUPPORT][0], together.lists[SUPPORT][row])
+
+
 def test_equal_logits_stay_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]])
     for cut in (
