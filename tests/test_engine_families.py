@@ -81,15 +81,23 @@ def check(
     assert float(differences_T[start:end].abs().max()) < MOST_NATS
 
 
-QUICK = {"gpt_oss", "gemma3_text", "qwen3_5_text", "falcon_h1", "mamba", "qwen3_moe"}
-"""One family of each kind of window, state and expert."""
+OTHERS = "granite gemma qwen3_moe"
+QUICK = {
+    *OTHERS.split(),
+    "gpt_oss",
+    "gemma3_text",
+    "qwen3_5_text",
+    "falcon_h1",
+    "mamba",
+}
+"""One family of each kind of window and state, and the families of OTHERS."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in f"{WINDOWS} {STATES} qwen3_moe".split()
+        for name in f"{WINDOWS} {STATES} {OTHERS}".split()
     ],
 )
 def test_family_is_exact_at_any_batch_composition(name: str, tmp_path: Path) -> None:
