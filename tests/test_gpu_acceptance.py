@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -129,24 +128,22 @@ def test_limits_of_the_calls_leave_time_for_each_row() -> None:
 # ---- the script
 
 
+def ended(
+    part: str, row: str, out: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a row with tiny sizes, to the end of the script."""
+    words = ["--part", part, "--row", row, "--tiny", "--out", str(out), *options]
+    command = [sys.executable, str(SCRIPT), *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("part", "row"), [("4", "agent"), ("5", "one-device-kill")])
 def test_row_of_a_real_run_ends_well_on_a_cpu(
     part: str, row: str, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--part",
-        part,
-        "--row",
-        row,
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = ended(part, row, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -154,37 +151,17 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("row", ["vllm", "vllm-colocated", "vllm-async", "vllm-agent"])
-def test_rows_with_vllm_end_well_on_a_cpu(row: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "VENV_VLLM": str(vllm_python().parent.parent)}
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--part",
-        "5",
-        "--row",
-        row,
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+def test_rows_with_vllm_end_well_on_a_cpu(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VENV_VLLM", str(vllm_python().parent.parent))
+    done = ended("5", row, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not run" not in done.stdout
 
 
 @pytest.mark.slow
 def test_row_that_hangs_is_ended(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--part",
-        "2",
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    late = subprocess.run(
-        [*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True
-    )
+    late = ended("2", "head", tmp_path, "--budget-s", "0.1")
     assert late.returncode == 1
     assert "was ended after 0 s" in late.stdout
