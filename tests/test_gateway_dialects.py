@@ -83,30 +83,15 @@ REFUSED: list[tuple[str, Any, str]] = [
     ),
     *((path, [1], "JSON object") for path in BASES),
     *((path, {}, "") for path in BASES),
-    (CHAT, said(*HI) | {"temperature": "hot"}, "temperature"),
-    (CHAT, b"\xff\xfe", "not JSON"),
-    (
-        CHAT,
-        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
-        "temperature",
-    ),
     *(
         (path, {**base, **wrong}, next(iter(wrong)))
         for path, base in BASES.items()
         for wrong in (
             {"top_p": 1.5},
-            {"top_k": -2},
-            {"min_p": 1.1},
-            {"logit_bias": {"x": 1}},
-            {"logit_bias": {"5": 101}},
-            {"logit_bias": {"5": "1"}},
             {"logit_bias": {"-1": 1}},
-            {"logit_bias": [[5, 1]]},
             {"logit_bias": {str(number): 1 for number in range(1025)}},
             {"logit_bias": {str(RULES.vocab_size): 1}},
-            {"presence_penalty": 2.1},
             {"frequency_penalty": -2.1},
-            {"repetition_penalty": 0},
             {"repetition_penalty": 101},
         )
     ),
@@ -119,28 +104,13 @@ REFUSED: list[tuple[str, Any, str]] = [
         user(type="image_url", image_url={"url": "x"}),
         "'image_url' is not supported",
     ),
-    (CHAT, said({"role": "wizard", "content": "x"}), "wizard"),
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
-    (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
     (
         MESSAGES,
         said(*HI) | {"output_config": {"format": {"type": "json_schema"}}},
         "schema",
     ),
-    *(
-        (CHAT, said(*HI) | {"response_format": form}, "response_format")
-        for form in (
-            {"type": "xml"},
-            {"type": "json_schema"},
-            {"type": "json_object", "schema": {}},
-        )
-    ),
-    *(
-        (CHAT, said(*HI) | {"chat_template_kwargs": {name: False}}, name)
-        for name in ("add_generation_prompt", "messages")
-    ),
-    (CHAT, said({"role": "tool", "content": False}), "content"),
     *(
         (CHAT, said(*HI, {"role": "assistant", key: True}), "begins each answer")
         for key in ("prefix", "partial")
@@ -221,14 +191,12 @@ REFUSED: list[tuple[str, Any, str]] = [
         },
         "name: Input should be a valid string",
     ),
-    (MESSAGES, said({"role": "wizard", "content": "x"}), "messages[0]"),
     (
         MESSAGES,
         user(type="image", source={}),
         "messages[0].content[0]: a part of type 'image'",
     ),
     (MESSAGES, assistant(type="tool_use", id="c", name="f"), "tool_use"),
-    (MESSAGES, said(*HI) | {"thinking": {"type": "off"}}, "thinking"),
     (
         MESSAGES,
         said(*HI, {"role": "assistant", "content": "The"}),
@@ -239,7 +207,6 @@ REFUSED: list[tuple[str, Any, str]] = [
         said(*HI) | {"tools": [{"type": "web_search_2025", "name": "web"}]},
         "web_search_2025",
     ),
-    (CHAT, said(*HI) | {"chat_template_kwargs": {"enable_thnking": False}}, "thnking"),
     (
         CHAT,
         said(*HI) | {"min_tokens": 5},
