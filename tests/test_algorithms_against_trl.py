@@ -75,7 +75,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ratio": "proximal", "aggregate": "sequence", "advantage": "grpo_sample"},
         {"scale_rewards": "group"},
     ),
-    "GRPO unscaled": ({"ratio": "proximal", "aggregate": "sequence"}, {}),
     "DAPO": (
         {"loss": "dapo", "ratio": "proximal", "advantage": "grpo_sample"},
         {**DAPO, "scale_rewards": "group"},
@@ -88,10 +87,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ratio": "proximal", "aggregate": "constant"},
         {"loss_type": "dr_grpo"},
     ),
-    "DAPO with KL": (
-        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3},
-        {**DAPO, "beta": 0.3},
-    ),
     "DAPO with plain KL": (
         {
             "loss": "dapo",
@@ -100,10 +95,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "kl_weighted": False,
         },
         {**DAPO, "beta": 0.3, "use_bias_correction_kl": False},
-    ),
-    "VESPO with TIS": (
-        {"loss": "vespo", "ratio": "proximal", "correction": "tis"},
-        weighted("token_truncate", **VESPO),
     ),
     "GSPO over tokens": (
         {"loss": "gspo", "ratio": "proximal", "aggregate": "token", **CLIPS},

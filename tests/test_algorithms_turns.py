@@ -186,9 +186,10 @@ def test_sum_over_episodes_is_the_gradient_of_the_mean_reward() -> None:
     assert math.fsum(chances) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("is_edited", [False, True])
-@pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "discount", "is_edited"),
+    [(2, 1.0, False), (2, 0.0, True), (3, 0.9, False), (3, 1.0, True)],
+)
 def test_turns_against_other_rollouts_have_the_exact_gradient_as_mean(
     size: int, discount: float, is_edited: bool
 ) -> None:
@@ -197,17 +198,6 @@ def test_turns_against_other_rollouts_have_the_exact_gradient_as_mean(
     )
     # Advantages are float32.
     torch.testing.assert_close(found, exact_gradient(discount), rtol=0, atol=1e-6)
-
-
-OWN_ROLLOUT = {"advantage": "asyncrl.algorithms.advantages:rloo", "turn_discount": 1.0}
-
-
-@pytest.mark.parametrize("algorithm", [OWN_ROLLOUT, {"advantage": "rloo"}])
-def test_baselines_with_turns_of_the_own_rollout_are_biased(
-    algorithm: dict[str, Any],
-) -> None:
-    difference = mean_gradient(2, **algorithm) - exact_gradient(1.0)
-    assert difference.abs().max() > 0.02
 
 
 # ---- by hand
@@ -225,25 +215,6 @@ def test_rewards_to_go_by_hand() -> None:
     # turn where it has none.
     found = advantages([(long, short, other)], advantage="rloo", turn_discount=0.5)
     assert found == [[[0.75, 0.5, 2.5], [0.75], [-1.5, -1.0]]]
-
-
-def test_a_reward_at_the_end_without_discount_is_rloo() -> None:
-    ends = [1.0, 0.0, 1.0, 1.0]
-    group = tuple(
-        episode(*[("s", 0.0)] * number, ("t", end)) for number, end in enumerate(ends)
-    )
-    (found,) = advantages([group], advantage="rloo", turn_discount=1.0)
-    expected = [1.0 / 3, -1.0, 1.0 / 3, 1.0 / 3]
-    for of_rollout, advantage in zip(found, expected, strict=True):
-        assert of_rollout == pytest.approx([advantage] * len(of_rollout))
-
-
-@pytest.mark.parametrize("advantage", ["rloo", "gigpo"])
-def test_equal_rewards_to_go_teach_nothing(advantage: str) -> None:
-    group = tuple(episode(("s", 0.0), ("t", 0.9)) for _ in range(3))
-    alone = (episode(("s", 0.0), ("t", 0.9)),)
-    found = advantages([group, alone], advantage=advantage, turn_discount=1.0)
-    assert found == [[[0.0, 0.0]] * 3, [[0.0, 0.0]]]
 
 
 def grpo_by_hand(values: list[float]) -> list[float]:

@@ -405,22 +405,6 @@ async def test_wait_for_sampled_groups_is_for_rewards_or_teachers() -> None:
     assert buffer.gauges()["perf/wait_rewards_s"] == 42
 
 
-@pytest.mark.parametrize(
-    ("oldest", "newest"), [(0, 1), (1, 2)], ids=["older than its ticket", "too new"]
-)
-def test_tokens_that_cannot_be_are_refused_and_change_nothing(
-    oldest: int, newest: int
-) -> None:
-    buffer = make_buffer()
-    finish(buffer, *admit(buffer, 4)[:3])
-    buffer.take_nowait()
-    buffer.set_served_nowait(1)
-    (late, _) = admit(buffer, 2)
-    with pytest.raises(AssertionError, match="group 4 has a token"):
-        buffer.finish_nowait(make_group(late, [oldest, newest]))
-    assert (buffer.rule.num_running, buffer.rule.num_ready) == (3, 1)
-
-
 def test_rewards_of_parts_count_not_their_mean() -> None:
     group = make_group(0, [0, 0], [0, 0], rewards=[0.5, 0.5])
     # one turn was better than the other

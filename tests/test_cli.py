@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ import pytest
 import typer
 import yaml
 
+from asyncrl.base.errors import OF_TRAIN
 from asyncrl.cli import app
 from asyncrl.config import load_any
 
 ROOT = Path(__file__).parent.parent
 RUN_LINES = """
-import contextlib, io, json, shlex, sys
-sys.modules["torch"] = None
+import contextlib, importlib.machinery as machinery, io, json, shlex, sys
+hidden, find = sys.argv[1:], machinery.PathFinder.find_spec
+machinery.PathFinder.find_spec = lambda name, *of: None if name.split(".")[0] in hidden else find(name, *of)
 from asyncrl.cli import main
 answers = []
 for line in json.load(sys.stdin):
@@ -109,12 +111,14 @@ init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 """.strip().splitlines()
 
 
-def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
+def run_lines(
+    folder: Path, *lines: str, without: Iterable[str] = ("torch",)
+) -> list[tuple[int, str, str]]:
     """Return exit code, output and errors of each command, in one process without
-    torch.
+    these packages.
     """
     done = subprocess.run(
-        [sys.executable, "-c", RUN_LINES],
+        [sys.executable, "-c", RUN_LINES, *without],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"},
         input=json.dumps(lines),
@@ -126,17 +130,10 @@ def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
     return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
-def test_settings_are_counted_once() -> None:
-    (_, listed, _), (_, count, _) = run_lines(ROOT, "keys --all", "keys --all --count")
-    names = re.findall(r"^(\S+) \(", listed, re.MULTILINE)
-    repeated = [name for name in names if name.startswith("task.generator.")]
-    assert {name.removeprefix("task.") for name in repeated} <= {*names}
-    assert int(count) == len(names) - len(repeated)
-
-
 def test_commands_work_without_torch() -> None:
     cases = [re.split(r" -> |(?<=\d): ", line) for line in LINES]
-    answers = run_lines(ROOT, *(arguments for arguments, _, _ in cases))
+    lines = [arguments for arguments, _, _ in cases]
+    *answers, counted = run_lines(ROOT, *lines, "keys --all --count")
     for (arguments, code, says), (returned, out, err) in zip(
         cases, answers, strict=True
     ):
@@ -144,6 +141,12 @@ def test_commands_work_without_torch() -> None:
         assert returned == int(code), (arguments, said)
         assert all(words in said for words in says.split(" ... ")), (arguments, said)
         assert "Traceback" not in err
+    # A key of a task's generator is a key of generator.
+    _, listed, _ = answers[lines.index("keys --all")]
+    names = re.findall(r"^(\S+) \(", listed, re.MULTILINE)
+    repeated = [name for name in names if name.startswith("task.generator.")]
+    assert {name.removeprefix("task.") for name in repeated} <= {*names}
+    assert int(counted[1]) == len(names) - len(repeated)
 
 
 def commands_below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -154,10 +157,44 @@ def commands_below(group: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name} {word}", one
 
 
+COMMANDS = [*commands_below(typer.main.get_command(app), "asyncrl")]
+ARGUMENTS = {
+    "init": "quickstart --folder new",
+    "keys": "buffer",
+    "scale": "run engines=2",
+    "work": "http://127.0.0.1:1 --python os:getcwd",
+    "export": "run out",
+    "watch": "run",
+}
+"""Arguments of commands that do not begin with CONFIG or RUN_DIR."""
+NEEDS_TRAIN = {"run", "sft", "check", "serve gateway", "serve engine"}
+
+
+def test_a_command_without_the_train_extra_has_no_traceback(tmp_path: Path) -> None:
+    for kind in ("quickstart", "sft"):
+        written = (ROOT / f"configs/{kind}.yaml").read_text(encoding="utf-8")
+        (tmp_path / f"{kind}.yaml").write_text(written, encoding="utf-8")
+    (tmp_path / "invalid.yaml").write_text("model: qwen\n", encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    cases = []
+    for path, _ in COMMANDS:
+        name = path.removeprefix("asyncrl ")
+        valid = "sft.yaml" if name == "sft" else "quickstart.yaml"
+        cases += [(name, ARGUMENTS.get(name, each)) for each in (valid, "invalid.yaml")]
+    lines = (" ".join(case) for case in cases)
+    answers = run_lines(tmp_path, *lines, without=OF_TRAIN)
+    for (name, arguments), (code, out, err) in zip(cases, answers, strict=True):
+        said = out + err
+        assert "Traceback" not in said
+        assert code in (0, 1, 2), (name, said)
+        assert not code or re.search(r"Error: .*|No such command|Usage: ", said), said
+        if name in NEEDS_TRAIN:
+            is_valid = arguments != "invalid.yaml"
+            assert ("pip install 'asyncrl[train]'" if is_valid else "model") in said
+
+
 @pytest.mark.extension("ray", "vllm")
-@pytest.mark.parametrize(
-    ("name", "command"), [*commands_below(typer.main.get_command(app), "asyncrl")]
-)
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
 def test_help_ends_with_examples_that_parse(name: str, command: Any) -> None:
     for _ in range(2):
         shown = command.get_help(command.make_context(name, [], resilient_parsing=True))
@@ -191,33 +228,35 @@ def test_install_page_lists_the_commands_without_an_extra() -> None:
     assert rest == {"check", "run", "sft", "eval", "sweep", "export", "serve"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "writes"),
-    [
-        ("quickstart", {"quickstart.yaml"}),
-        ("gsm8k", {"gsm8k-qwen3-0.6b-1gpu.yaml"}),
-        ("agent", {"agent.yaml", "lookup.py"}),
-    ],
-)
-def test_init_writes_configs_that_pass_the_check(
-    kind: str, writes: set[str], tmp_path: Path
-) -> None:
-    machine = (
-        " --devices 1xRTX4090-24GB --cores 16 --memory 64GB" if kind == "gsm8k" else ""
-    )
-    configs = sorted(name for name in writes if name.endswith(".yaml"))
-    checks = [f"check {name}{machine}" for name in configs]
-    first, *checked, again = run_lines(
-        tmp_path, f"init {kind}", *checks, f"init {kind}"
-    )
-    assert first[0] == 0, first
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == writes
-    assert all(f"wrote {name}\n" in first[1] for name in writes)
-    for name, (code, _, error) in zip(configs, checked, strict=True):
-        assert re.search(rf"^  asyncrl run {name}", first[1], re.MULTILINE)
+WRITTEN = {
+    "quickstart": ["quickstart.yaml"],
+    "gsm8k": ["gsm8k-qwen3-0.6b-1gpu.yaml"],
+    "agent": ["agent.yaml", "lookup.py"],
+}
+
+
+def test_init_writes_configs_that_pass_the_check(tmp_path: Path) -> None:
+    configs = [files[0] for files in WRITTEN.values()]
+    inits = [f"init {kind}" for kind in WRITTEN]
+    described = {"gsm8k": "--devices 1xRTX4090-24GB --cores 16 --memory 64GB"}
+    checks = [
+        f"check {files[0]} {described.get(kind, '')}" for kind, files in WRITTEN.items()
+    ]
+    answers = run_lines(tmp_path, *inits, *checks, *inits)
+    first, checked, again = answers[:3], answers[3:6], answers[6:]
+    left = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert left == {name for files in WRITTEN.values() for name in files}
+    for files, (code, said, _) in zip(WRITTEN.values(), first, strict=True):
+        assert code == 0, said
+        assert all(f"wrote {name}\n" in said for name in files)
+    for name, (_, said, _), (code, _, error) in zip(
+        configs, first, checked, strict=True
+    ):
+        assert re.search(rf"^  asyncrl run {name}", said, re.MULTILINE)
         assert code == 0, error
-    assert again[0] == 2
-    assert "init overwrites no file" in again[2]
+    for code, _, error in again:
+        assert code == 2
+        assert "init overwrites no file" in error
 
 
 def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -> Path:

@@ -102,10 +102,6 @@ def test_numbers_that_json_cannot_hold_are_refused(good: Path, key: str) -> None
     )
 
 
-def test_spaces_in_one_argument_are_named(good: Path) -> None:
-    assert "write seed=3, without spaces" in refusal(good, "seed = 3")
-
-
 @pytest.mark.parametrize("value", ["2024-13-45", "[" * 3000, "{a: 1"])
 def test_invalid_yaml_value_is_a_config_error(good: Path, value: str) -> None:
     assert "is not a key of a section with a YAML value" in refusal(
@@ -243,13 +239,11 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("form", "name"), NUMBERS)
-@pytest.mark.parametrize("value", [True, [True], [0.5, False], {"7": True}])
-def test_a_boolean_is_not_a_number(
-    form: type[BaseModel], name: str, value: object
-) -> None:
-    with pytest.raises(ValidationError) as caught:
-        form.model_validate({name: value})
-    assert name in [error["loc"][0] for error in caught.value.errors()]
+def test_a_boolean_is_not_a_number(form: type[BaseModel], name: str) -> None:
+    for value in (True, [True], [0.5, False], {"7": True}):
+        with pytest.raises(ValidationError) as caught:
+            form.model_validate({name: value})
+        assert name in [error["loc"][0] for error in caught.value.errors()]
 
 
 def test_a_boolean_for_a_number_is_named_with_its_key(good: Path) -> None:

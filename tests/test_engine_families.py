@@ -81,7 +81,25 @@ def check(
     assert float(differences_T[start:end].abs().max()) < MOST_NATS
 
 
-@pytest.mark.parametrize("name", f"{WINDOWS} {STATES} qwen3_moe".split())
+OTHERS = "granite gemma qwen3_moe"
+QUICK = {
+    *OTHERS.split(),
+    "gpt_oss",
+    "gemma3_text",
+    "qwen3_5_text",
+    "falcon_h1",
+    "mamba",
+}
+"""One family of each kind of window and state, and the families of OTHERS."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in f"{WINDOWS} {STATES} {OTHERS}".split()
+    ],
+)
 def test_family_is_exact_at_any_batch_composition(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
     with running_engine(tmp_path, slots=3, num_kept=2, max_length=128) as engine:

@@ -140,23 +140,6 @@ def test_fused_logprobs_equal_transformers(tmp_path: Path, model_type: str) -> N
         np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("keeps_place", [True, False], ids=["in place", "moved"])
-def test_fused_steps_draw_the_same_across_a_publish(
-    folder: Path,
-    other_folder: Path,
-    tmp_path: Path,
-    keeps_place: bool,
-) -> None:
-    plain = build_engine(make_spec(folder, slots=10, num_kept=4, deterministic=False))
-    expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
-    engine = build_fused(folder, slots=10, num_kept=4)
-    engine.weights.keeps_place = keeps_place
-    halfway = publish_halfway(engine, other_folder, tmp_path)
-    check_same(answers(engine, halfway), expected)
-    assert engine.weights.digest == plain.weights.digest
-    check_same(answers(engine), answers(plain))
-
-
 SAMPLING: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     ({"temperature": 0.7}, True),

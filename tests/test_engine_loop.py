@@ -35,33 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("loop") / "model", num_hidden_layers=2)
 
 
-def test_stop_string_ends_a_resumed_answer_too(tiny_model_dir: Path) -> None:
-    with running_engine(tiny_model_dir) as engine:
-        tokenizer = engine.runner.loaded.tokenizer
-        assert tokenizer is not None
-        whole = answered(engine, max_tokens=60, seed=3)
-        text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
-        stop = ("not in there", text[10:14])
-        stopped = answered(engine, max_tokens=60, seed=3, stop=stop)
-        found = tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
-        assert (found, stopped.finish_reason) == (
-            text[: text.index(stop[1]) + 4],
-            "stop",
-        )
-        assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
-        cut = len(stopped.token_ids) - 2
-        prompt = (1, 2, 3, *whole.token_ids[:cut])
-        rest = answered(
-            engine,
-            prompt_ids=prompt,
-            num_resumed=cut,
-            max_tokens=60 - cut,
-            seed=3,
-            stop=stop,
-        )
-    assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
-
-
 def test_stop_string_in_a_thought_does_not_end_it(tiny_model_dir: Path) -> None:
     with running_engine(tiny_model_dir) as engine:
         tokenizer = engine.runner.loaded.tokenizer
@@ -139,21 +112,6 @@ def test_tokens_come_as_often_as_the_tempered_distribution_says() -> None:
         assert np.abs(shares - expected).max() < 0.0125, "5 standard deviations"
         assert shares[4] == 0.0
         assert np.allclose(logprobs, np.log(expected[tokens]), atol=1e-6)
-
-
-def test_top_p_keeps_the_fewest_tokens_and_renormalizes() -> None:
-    probabilities = torch.tensor([0.05, 0.5, 0.3, 0.15])
-    for top_p, kept in (
-        (0.5, [1]),
-        (0.6, [1, 2]),
-        (0.79, [1, 2]),
-        (0.9, [1, 2, 3]),
-        (1.0, [0, 1, 2, 3]),
-    ):
-        tokens, logprobs = draw(probabilities.log().expand(4000, -1), top_p=top_p)
-        assert sorted(set(tokens.tolist())) == kept
-        expected = probabilities.numpy()[tokens] / probabilities[kept].sum().item()
-        assert np.allclose(np.exp(logprobs), expected, atol=1e-6)
 
 
 CUTS = st.fixed_dictionaries(
@@ -268,13 +226,6 @@ def test_equal_logits_stay_together() -> None:
     # More than there are is all.
     assert drawn_by(logits, top_k=6).lists[SUPPORT][0].tolist() == []
     assert drawn_by(logits, temperature=0.0, top_k=2).lists[SUPPORT] == {}
-
-
-def test_temperature_zero_takes_the_largest_logit() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0]])
-    tokens, logprobs = draw(logits, temperature=0.0, top_p=0.1)
-    assert tokens[0] == 1
-    assert np.isclose(logprobs[0], torch.log_softmax(logits, -1)[0, 1].item())
 
 
 @settings(deadline=None)

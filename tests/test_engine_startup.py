@@ -27,13 +27,13 @@ from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import make_plan
-from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import (
     build_engine,
     check_determinism,
     check_same_model,
 )
-from asyncrl_servers.embedded.kv_attention import NO_INTS, Ints, LayerShape
+from asyncrl_servers.embedded.kv_attention import NO_INTS, Ints
 from asyncrl_servers.embedded.runner import PREFILL_ROWS, Job, Runner, cut_calls
 
 ISA = "ONEDNN_MAX_CPU_ISA"
@@ -125,22 +125,6 @@ def test_a_length_that_changes_the_rotary_table_is_refused(
     assert "type dynamic change above 64 tokens" in fatal.error
     assert "rollout.engine=vllm" in fatal.way_out
     build_engine(make_spec(tmp_path / "model", max_length=64))
-
-
-@pytest.mark.parametrize("kind", ["llama", "granite", "gemma"])
-def test_other_common_models_pass_the_checks_at_start(
-    tmp_path: Path, kind: str
-) -> None:
-    save_model(
-        tmp_path / "model", kind, hidden_size=48, num_attention_heads=6, head_dim=8
-    )
-    engine = build_engine(make_spec(tmp_path / "model", slots=20))
-    build_engine(make_spec(tmp_path / "model", dtype="bfloat16", deterministic=False))
-    assert (
-        engine.runner.loaded.shape.layers
-        == (LayerShape(kv_heads=2, head_dim=8, value_dim=8),) * 2
-    )
-    assert (engine.runner.plain is not None) == (kind in MODEL_TYPES)
 
 
 def test_the_check_at_start_finds_other_logits(

@@ -49,31 +49,6 @@ def check_gap(house: House, request: SamplingRequest, answer: SegmentPart) -> No
         )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_logprobs_are_of_the_sampled_distribution(
-    house: House, temperature: float
-) -> None:
-    async def story(server: VllmServer) -> None:
-        requests = [
-            house.request(
-                max_tokens=60,
-                temperature=temperature,
-                seed=seed,
-                prompt_ids=[10, 20 + seed],
-            )
-            for seed in range(4)
-        ]
-        answers = await asyncio.gather(
-            *(server.generate_segment(request) for request in requests)
-        )
-        for request, answer in zip(requests, answers, strict=True):
-            assert (len(answer.token_ids), answer.finish_reason) == (60, "length")
-            check_gap(house, request, answer)
-        assert len({tuple(answer.token_ids) for answer in answers}) == 4
-
-    house.run(story)
-
-
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 def test_every_token_has_its_version_through_three_publishes(
     house: House, interrupt: Interrupt

@@ -122,25 +122,6 @@ def make_step(folder: Path, scratch: Path, **values: Any) -> TrainerRank:
     return TrainerRank(make_spec(folder, scratch, **{"chunk_bytes": 10_000, **values}))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_embedded_engine_computes_with_pushed_experts(
-    tmp_path: Path, model_type: str
-) -> None:
-    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
-    step, gaps = make_step(folder, tmp_path), list[float]()
-    # products of experts have few rows
-    with running_engine(folder, deterministic=False) as engine:
-        for version in range(2):
-            gaps.append(
-                step.train(*routed_batch(engine, version))["policy/logprob_gap_max"]
-            )
-            answer = step.export(tmp_path / f"v{version + 1}.safetensors")
-            publish(engine, prepare_request(answer))
-        assert engine.weights.digest == answer.digest
-        gaps.append(step.train(*routed_batch(engine, 2))["policy/logprob_gap_max"])
-    assert max(gaps) < 1e-4, gaps
-
-
 def test_float32_router_is_pushed_unrounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,15 +172,12 @@ def read_by(tokens: Tokens) -> Tensor:
     return torch.from_numpy(routing[1:].astype(np.int64))
 
 
-@pytest.mark.parametrize("num_experts", [4, 384])
-def test_engine_tells_which_experts_read_each_token(
-    tmp_path: Path, num_experts: int
-) -> None:
+def test_engine_tells_which_experts_read_each_token(tmp_path: Path) -> None:
     """Also prompts that share the start of a slot, and the number of experts of
     Kimi-K2.
     """
-    model = make_tiny_moe(tmp_path / "model", **MOE | {"num_experts": num_experts})
-    folder, head = model, tuple(range(6, 46))
+    folder = make_tiny_moe(tmp_path / "model", **MOE | {"num_experts": 384})
+    head = tuple(range(6, 46))
     prompts = [(7, 8, 9), head, head, (*head[:35], 9, 9), (14,)]
     with running_engine(
         folder, deterministic=False, returns_routing=True, slots=3
@@ -216,7 +194,7 @@ def test_engine_tells_which_experts_read_each_token(
         assert torch.equal(read_by(made.tokens), expected[:-1])
         known = read_by(decode_trajectory(encode_trajectory(0, made), 0, 0, 0).tokens)
         assert torch.equal(known, expected[:-1]), "by way of the journal"
-        assert (known.max() > 255) == (num_experts > 256)
+        assert known.max() > 255
 
 
 class SteppedServer:
@@ -255,8 +233,10 @@ class SteppedServer:
                     reply.resume()
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv"])
+@pytest.mark.parametrize(
+    ("interrupt", "is_streamed"),
+    [("abort", True), ("keep", False), ("keep_kv", False), ("keep_kv", True)],
+)
 @in_loop
 async def test_agent_records_the_experts_that_read_its_fresh_tokens(
     tmp_path: Path,

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from installed_extension import RECORD, SETTINGS, install, python
+from installed_extension import RECORD, SETTINGS, asyncrl, install, python
 from job_runs import ROOT, environment, write_config
 
 from asyncrl.base.extensions import AddedField, discover, extensions
@@ -294,20 +295,19 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
     install(tmp_path, name="beeper")
     points = tmp_path / "acme_beeper-1.0.dist-info/entry_points.txt"
     points.write_text(points.read_text().replace("beeper =", "pager ="))
-    done = python("-m", "asyncrl", "check", QUICKSTART, packages=tmp_path)
+    done = asyncrl("check", QUICKSTART, packages=tmp_path)
     assert done.returncode == 2
     assert "has an extension of this name, too" in done.stderr
-    check = ("-m", "asyncrl", "check", QUICKSTART)
-    done = python(*check, packages=tmp_path, ASYNCRL_EXTENSIONS="core")
+    done = asyncrl("check", QUICKSTART, packages=tmp_path, switch="core")
     assert done.returncode == 0, done.stderr
 
 
 def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
     packages = install(tmp_path)
-    check = ("-m", "asyncrl", "check", QUICKSTART, "generator.pager=n5")
+    check = ("check", QUICKSTART, "generator.pager=n5")
 
     def said(switch: str, *arguments: str) -> str:
-        done = python(*arguments, packages=packages, ASYNCRL_EXTENSIONS=switch)
+        done = asyncrl(*arguments, packages=packages, switch=switch)
         return done.stdout + done.stderr
 
     off = "generator.pager on the command line is not a known key: it is of the extension pager"
@@ -317,12 +317,12 @@ def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
         "", *check[:-1], "generator.pager=n0"
     )
     assert "the extension beeper cannot be used" in said("core,beeper", *check)
-    listed = said("core,pager", "-m", "asyncrl", "extensions")
+    listed = said("core,pager", "extensions")
     assert "pager 1.0 of acme-pager\n    about: Rollouts that page somebody." in listed
     assert "fields: pagers, generator.pager, generator.volume" in listed
-    assert "paging n5" in said("", "-m", "asyncrl", "page", "n5")
-    assert "--pager NUMBER" in said("", "-m", "asyncrl", "work", "--help")
-    assert "--pager" not in said("core", "-m", "asyncrl", "work", "--help")
+    assert "paging n5" in said("", "page", "n5")
+    assert "--pager NUMBER" in said("", "work", "--help")
+    assert "--pager" not in said("core", "work", "--help")
 
 
 @pytest.mark.slow
@@ -385,38 +385,55 @@ def test_own_extensions_are_the_folders() -> None:
                 assert key in names or known[key] == added.text
 
 
-@pytest.mark.parametrize(
-    "module",
-    sorted(
+EACH_FIRST = """
+import importlib, os, sys, torch
+for module in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as missing:
+            if missing.name.startswith("asyncrl"):
+                raise
+            os._exit(0)  # a package of an extra
+        from asyncrl.config import load
+        load.all_keys()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print(module)
+"""
+
+
+@pytest.mark.slow
+def test_each_module_of_an_extension_can_be_imported_first() -> None:
+    modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in ROOT.glob("asyncrl/extensions/*/*.py")
-    ),
-)
-def test_each_module_of_an_extension_can_be_imported_first(module: str) -> None:
-    program = f"import {module}, asyncrl.config.load as load; load.all_keys()"
-    done = python("-c", program)
-    # A module of an extension may need a package of an extra.
-    missing = re.search(r"ModuleNotFoundError: No module named '([^']+)'", done.stderr)
-    if missing and not missing[1].startswith("asyncrl"):
-        pytest.skip(f"needs the package {missing[1]}")
-    assert done.returncode == 0, done.stderr
+    ]
+    done = python("-c", EACH_FIRST, *modules)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("name", IN_USE)
-def test_config_of_a_run_is_read_without_the_extension(
-    name: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.yaml"
-    config = load_any(ROOT / USED_IN.get(name, QUICKSTART), USES[name][0].split())
-    path.write_text(run_config_yaml(config))
-    program = (
-        "import sys; from pathlib import Path; from asyncrl.config import load as load; "
-        "print(load.load_written(Path(sys.argv[1])).seed)"
-    )
-    done = python("-c", program, path, ASYNCRL_EXTENSIONS="core")
-    assert done.stdout == "0\n", done.stderr
+SEEDS = """
+import sys
+from pathlib import Path
+from asyncrl.config.load import load_written
+for path in sys.argv[1:]:
+    print(load_written(Path(path)).seed)
+"""
 
 
+@pytest.mark.extension(*OWN)
+def test_config_of_a_run_is_read_without_the_extension(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.yaml" for name in OWN]
+    for name, path in zip(OWN, paths, strict=True):
+        config = load_any(ROOT / USED_IN.get(name, QUICKSTART), USES[name][0].split())
+        path.write_text(run_config_yaml(config))
+    done = python("-c", SEEDS, *paths, ASYNCRL_EXTENSIONS="core")
+    assert done.stdout == "0\n" * len(OWN), done.stderr
+
+
+@cache
 def code_of(path: Path) -> str:
     """Return the code of a file, without its comments and docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

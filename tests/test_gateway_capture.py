@@ -298,40 +298,6 @@ def test_realigned_prompt_names_its_deviation(
 
 
 @pytest.mark.parametrize(
-    ("template", "answer", "counts"),
-    [
-        # the chat; once also with marks around a short text
-        ("chatml", "3", [2, 2, 1, 1]),
-        ("qwen3", f"{THOUGHT}3", [2, 3, 2, 2]),  # and with a placeholder for the answer
-    ],
-)
-def test_later_turns_render_once_or_twice(
-    template: str,
-    answer: str,
-    counts: list[int],
-    renderer_for: Renderers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    renderer = renderer_for(template)
-    render = renderer.render
-    renders: list[str] = []
-
-    def counted(*chat: Any, **options: Any) -> str:
-        renders.append(render(*chat, **options))
-        return renders[-1]
-
-    monkeypatch.setattr(renderer, "render", counted)
-    play = Play(renderer)
-    chat: list[Message] = []
-    for count in counts:
-        chat.append(user("18"))
-        renders.clear()
-        play.ask(chat, answer + IM_END, assistant("3"))
-        assert len(renders) == count
-        chat.append(assistant("3"))
-
-
-@pytest.mark.parametrize(
     ("template", "closed"), [("qwen3_5_think", "\n</think>\n\n"), ("qwen3", "")]
 )
 def test_forced_call_is_not_begun_inside_a_thought(

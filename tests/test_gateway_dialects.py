@@ -83,31 +83,15 @@ REFUSED: list[tuple[str, Any, str]] = [
     ),
     *((path, [1], "JSON object") for path in BASES),
     *((path, {}, "") for path in BASES),
-    (CHAT, said(*HI) | {"temperature": "hot"}, "temperature"),
-    (CHAT, b"\xff\xfe", "not JSON"),
-    (
-        CHAT,
-        b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}',
-        "temperature",
-    ),
     *(
         (path, {**base, **wrong}, next(iter(wrong)))
         for path, base in BASES.items()
         for wrong in (
-            {"top_p": 0},
             {"top_p": 1.5},
-            {"top_k": -2},
-            {"min_p": 1.1},
-            {"logit_bias": {"x": 1}},
-            {"logit_bias": {"5": 101}},
-            {"logit_bias": {"5": "1"}},
             {"logit_bias": {"-1": 1}},
-            {"logit_bias": [[5, 1]]},
             {"logit_bias": {str(number): 1 for number in range(1025)}},
             {"logit_bias": {str(RULES.vocab_size): 1}},
-            {"presence_penalty": 2.1},
             {"frequency_penalty": -2.1},
-            {"repetition_penalty": 0},
             {"repetition_penalty": 101},
         )
     ),
@@ -120,29 +104,13 @@ REFUSED: list[tuple[str, Any, str]] = [
         user(type="image_url", image_url={"url": "x"}),
         "'image_url' is not supported",
     ),
-    (CHAT, said({"role": "wizard", "content": "x"}), "wizard"),
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
-    (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
     (
         MESSAGES,
         said(*HI) | {"output_config": {"format": {"type": "json_schema"}}},
         "schema",
     ),
-    *(
-        (CHAT, said(*HI) | {"response_format": form}, "response_format")
-        for form in (
-            {"type": "xml"},
-            {"type": "json_schema"},
-            {"type": "json_object", "schema": {}},
-            {"type": "json_schema", "name": "a", "schema": {}},
-        )
-    ),
-    *(
-        (CHAT, said(*HI) | {"chat_template_kwargs": {name: False}}, name)
-        for name in ("add_generation_prompt", "messages")
-    ),
-    *((CHAT, said({"role": "tool", "content": odd}), "content") for odd in (0, False)),
     *(
         (CHAT, said(*HI, {"role": "assistant", key: True}), "begins each answer")
         for key in ("prefix", "partial")
@@ -171,13 +139,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     *(
         (RESPONSES, item(type=kind, call_id="c", output="x"), "as such a pair")
-        for kind in (
-            "computer_call",
-            "local_shell_call",
-            "local_shell_call_output",
-            "web_search_call",
-            "compaction",
-        )
+        for kind in ("computer_call", "local_shell_call_output", "compaction")
     ),
     (RESPONSES, item(type="custom_tool_call", call_id="c", name="f"), "custom_tool"),
     *(
@@ -188,14 +150,13 @@ REFUSED: list[tuple[str, Any, str]] = [
             ),
             "send calls and results of a server's tools as tool_use",
         )
-        for kind in ("server_tool_use", "web_search_tool_result", "compaction")
+        for kind in ("server_tool_use", "web_search_tool_result")
     ),
     *(
         (CHAT, said(*HI) | {"tool_choice": choice} | CALLABLE, "tool_choice")
         for choice in (
             allowed("auto", "g"),
             allowed("none", "f"),
-            allowed("auto"),
             {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
             {"type": "allowed_tools", "allowed_tools": [1]},
             {"type": "allowed_tools", "allowed_tools": {"allowed_tools": {}}},
@@ -223,22 +184,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         RESPONSES,
         {
-            "input": [
-                {"role": "assistant", "content": 5},
-                {
-                    "type": "function_call",
-                    "call_id": "c",
-                    "name": "f",
-                    "arguments": "{}",
-                },
-                {"role": "assistant", "content": "x"},
-            ]
-        },
-        "content: Input should be a valid string",
-    ),
-    (
-        RESPONSES,
-        {
             "input": "x",
             "tools": [
                 {"type": "namespace", "name": "a", "tools": [{"type": "function"}]}
@@ -246,14 +191,12 @@ REFUSED: list[tuple[str, Any, str]] = [
         },
         "name: Input should be a valid string",
     ),
-    (MESSAGES, said({"role": "wizard", "content": "x"}), "messages[0]"),
     (
         MESSAGES,
         user(type="image", source={}),
         "messages[0].content[0]: a part of type 'image'",
     ),
     (MESSAGES, assistant(type="tool_use", id="c", name="f"), "tool_use"),
-    (MESSAGES, said(*HI) | {"thinking": {"type": "off"}}, "thinking"),
     (
         MESSAGES,
         said(*HI, {"role": "assistant", "content": "The"}),
@@ -264,7 +207,6 @@ REFUSED: list[tuple[str, Any, str]] = [
         said(*HI) | {"tools": [{"type": "web_search_2025", "name": "web"}]},
         "web_search_2025",
     ),
-    (CHAT, said(*HI) | {"chat_template_kwargs": {"enable_thnking": False}}, "thnking"),
     (
         CHAT,
         said(*HI) | {"min_tokens": 5},

@@ -46,14 +46,6 @@ def test_leading_thought_is_split_from_the_text(
     assert (str(read.thought), str(read.content)) == (thought, shown)
 
 
-def test_thought_of_apriel_ends_with_a_text() -> None:
-    apriel = find_tool_format("apriel", "")
-    call = '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>'
-    text = f"Hm.\n[BEGIN FINAL RESPONSE]\nYes.\n{call}"
-    read = apriel.parse(text, is_thinking=True, splits_thought=True)
-    assert (str(read.thought), str(read.content), len(read.calls)) == ("Hm.", "Yes.", 1)
-
-
 class Opening(ByteTokenizer):
     """A model whose template opens the thought."""
 
@@ -87,33 +79,6 @@ async def test_separate_thoughts_return_to_one_branch() -> None:
 
 OPEN = f"<think>\nI could {CALL}"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-
-
-@pytest.mark.parametrize(
-    ("text", "thoughts", "content", "num_calls"),
-    [
-        ("<think>Hm.</think>Yes.", "content", "<think>Hm.</think>Yes.", 0),
-        (f"{OPEN} or not", "reasoning_content", "", 0),
-        (f"<think>{CALL}</think>No.", "reasoning_content", "No.", 0),
-        (f"<think>Yes.</think>{CALL}", "reasoning_content", None, 1),
-        (OPEN, "reasoning_content", None, 1),
-        (OPEN, "content", "<think>\nI could", 1),
-    ],
-)
-@in_loop
-async def test_unclosed_thought_hides_all_but_calls_at_its_end(
-    text: str, thoughts: str, content: str | None, num_calls: int
-) -> None:
-    async with talking(text, thoughts_field=thoughts) as talk:
-        message = (await talk.chat(tools=TOOLS)).choices[0].message
-        assert (message.content, len(message.tool_calls or ())) == (content, num_calls)
-        assert hasattr(message, "reasoning_content") == (thoughts != "content")
-        tools = [{"name": "f", "input_schema": {"type": "object"}}]
-        streamed = await talk.message(streamed=True, tools=tools)
-        kinds = [block.type for block in streamed.content]
-        assert kinds.count("tool_use") == num_calls
-        unasked = (await talk.chat(tools=TOOLS, tool_choice="none")).choices[0].message
-        assert not unasked.tool_calls
 
 
 @pytest.mark.parametrize("thoughts", ["content", "reasoning_content"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,8 +15,7 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
-from gpu import jobs, training
-from gpu import models as gpu_models
+from gpu import jobs
 from gpu.colocated import config_text
 from gpu.jobs import (
     CASES,
@@ -74,21 +72,6 @@ def test_rows_run_on_a_cpu(
     assert [one for one in told if one["ok"] is False] == []
 
 
-def test_a_row_without_time_measures_one_step(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = list[int]()
-
-    def at_version(version: int, *batch: Any) -> Any:
-        made.append(version)
-        return gpu_models.at_version(version, *batch)
-
-    monkeypatch.setattr(training, "at_version", at_version)
-    (row,) = (row for row in ROWS if row.name == "0.6B-16k")
-    function_of(row)(replace(bench, limit_s=0.0), **row.arguments)
-    assert made == [0, 1]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_runs_of_a_case_are_placed_on_its_devices(bench: Bench, case: str) -> None:
     num_devices = 1 if case in ON_ONE_DEVICE else 2
@@ -142,58 +125,16 @@ def test_limits_of_the_calls_leave_time_for_each_row() -> None:
     assert sum(totals) <= 1650.0  # of 1,800 s: the rest is the start and transfers
 
 
-@pytest.mark.extension("vllm")
-def test_runs_without_a_step_cost_no_other_run(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    limits_s = list[float]()
-
-    def run_job(_: Bench, config: Path, *__: Any, limit_s: float) -> Any:
-        limits_s.append(limit_s)
-        raise RuntimeError(f"{config.stem} ended with 1")
-
-    monkeypatch.setattr(jobs, "run_job", run_job)
-    jobs.in_cases(bench, "one-device")
-    lines = capsys.readouterr().out.splitlines()
-    told = [
-        json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)
-    ]
-    assert [one["ok"] for one in told] == [False] * len(CASES["one-device"])
-    # Of 200 s, 30 s for the end. A run that ends early leaves its time to the next.
-    assert limits_s == pytest.approx([90.0, 130.0, 170.0], abs=3.0)
-
-
 # ---- the script
 
 
-def test_failed_rows_are_reported_and_other_rows_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run_row(part: gpu_acceptance.Part, row: Row, limit_s: float) -> None:
-        if row.name == "losses":
-            part.tell(row, {"machine": ["a machine"], "label": "some-device"})
-            part.tell(row, {"what": "it", "value": "ended with 1", "ok": False})
-        else:
-            part.tell(row, {"what": "it", "value": "1.0", "against": "2.0", "ok": True})
-
-    monkeypatch.setattr(gpu_acceptance.Part, "run_row", run_row)
-    monkeypatch.setattr(
-        Row, "missing", lambda row: ["peft"] if row.name == "lora" else []
-    )
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["gpu_acceptance.py", "--part", "2", "--out", str(tmp_path / "out")],
-    )
-    with pytest.raises(SystemExit) as ended:
-        gpu_acceptance.main()
-    assert ended.value.code == 1
-    text = (tmp_path / "out" / "some-device.txt").read_text()
-    assert text == capsys.readouterr().out
-    assert "a machine" in text
-    assert "ended with 1  NOT ok" in text
-    assert "missing peft" in text
-    assert "1.0  (2.0)  ok" in text
+def ended(
+    part: str, row: str, out: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a row with tiny sizes, to the end of the script."""
+    words = ["--part", part, "--row", row, "--tiny", "--out", str(out), *options]
+    command = [sys.executable, str(SCRIPT), *words]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -202,18 +143,7 @@ def test_failed_rows_are_reported_and_other_rows_run(
 def test_row_of_a_real_run_ends_well_on_a_cpu(
     part: str, row: str, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--part",
-        part,
-        "--row",
-        row,
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = ended(part, row, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -221,50 +151,17 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("row", ["vllm", "vllm-colocated", "vllm-async", "vllm-agent"])
-def test_rows_with_vllm_end_well_on_a_cpu(row: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "VENV_VLLM": str(vllm_python().parent.parent)}
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--part",
-        "5",
-        "--row",
-        row,
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+def test_rows_with_vllm_end_well_on_a_cpu(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VENV_VLLM", str(vllm_python().parent.parent))
+    done = ended("5", row, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not run" not in done.stdout
 
 
 @pytest.mark.slow
 def test_row_that_hangs_is_ended(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--part",
-        "2",
-        "--tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    late = subprocess.run(
-        [*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True
-    )
+    late = ended("2", "head", tmp_path, "--budget-s", "0.1")
     assert late.returncode == 1
     assert "was ended after 0 s" in late.stdout
-
-
-def test_need_names_the_missing_packages_of_each_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        Row, "missing", lambda row: ["peft"] if row.name == "lora" else []
-    )
-    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--need"])
-    gpu_acceptance.main()
-    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == len(ROWS)
-    assert [name for _, name, missing in lines if missing == "peft"] == ["lora"]

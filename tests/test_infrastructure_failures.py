@@ -5,7 +5,6 @@ name, and none becomes a reward.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import errno
 import shutil
 import socketserver
@@ -268,57 +267,6 @@ def test_service_that_is_lost_or_refuses_has_one_name_in_all_clients(
     assert kind_of_error(met.value, FailureKind.AGENT_CRASH) == kind
     printed = "".join(traceback.format_exception(met.value))[-2000:]
     assert kind_of_text(printed, FailureKind.AGENT_CRASH) == kind
-
-
-@pytest.mark.extras  # cryptography
-@in_loop
-async def test_clock_that_is_behind_has_its_name(tmp_path: Path) -> None:
-    authority = make_certificate(tmp_path, begins_in_days=30)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(authority)
-    server = await asyncio.start_server(
-        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
-    )
-    port = server.sockets[0].getsockname()[1]
-    config = agent("fetches", url=f"https://127.0.0.1:{port}", authority=str(authority))
-    async with server, open_gateway() as gateway:
-        async with working(gateway, build(config)):
-            assert kind_of(await run(gateway)) == FailureKind.CLOCK_SKEW
-
-
-def make_certificate(folder: Path, *, begins_in_days: int) -> Path:
-    """Write a certificate for 127.0.0.1 with its key."""
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    begin = datetime.datetime.now(datetime.UTC) + datetime.timedelta(begins_in_days)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(begin)
-        .not_valid_after(begin + datetime.timedelta(30))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    path = folder / "certificate.pem"
-    path.write_bytes(
-        certificate.public_bytes(serialization.Encoding.PEM)
-        + key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return path
 
 
 # ---- 9: the host is lost
@@ -669,6 +617,10 @@ def test_every_kind_has_a_way_out() -> None:
         ("curl: (7) Failed to connect to 10.0.0.7 port 80", FailureKind.ENDPOINT_LOST),
         ("httpx.HTTPStatusError: HTTP/1.1 503", FailureKind.ENDPOINT_LOST),
         ("bwrap: Can't find source path /gone", FailureKind.RUNTIME_START),
+        (
+            "certificate verify failed: certificate is not yet valid",
+            FailureKind.CLOCK_SKEW,
+        ),
         *((said, FailureKind.ENDPOINT_LOST) for said in LOST),
         ("Request failed with status code 404", FailureKind.AGENT_CRASH),
         (
@@ -696,6 +648,9 @@ def test_a_cause_names_the_failure_and_no_class_breaks_the_classifier() -> None:
         return kind_of_error(error, FailureKind.AGENT_CRASH)
 
     assert of(HostileError()) == FailureKind.AGENT_CRASH
+    early = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    early.verify_code = 9  # X509_V_ERR_CERT_NOT_YET_VALID
+    assert of(early) == FailureKind.CLOCK_SKEW
     hidden = ExceptionGroup("tasks", [RuntimeError("no notes")])
     hidden.exceptions[0].__cause__ = OSError(28, "full")
     assert of(hidden) == FailureKind.DISK_FULL

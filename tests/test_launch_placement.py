@@ -43,8 +43,6 @@ from asyncrl.launch.machine import (
 from asyncrl.launch.placement import NO_DEVICE, NodeDevice, place
 from asyncrl.launch.plan import make_plan
 
-SHARE = "placement.share=0.4"
-
 
 def sizes(ranks: int, engines: int = 1, split: int = 1) -> list[str]:
     parallel = [VLLM, f"rollout.tensor_parallel={split}"] if split > 1 else []

@@ -112,21 +112,6 @@ def test_both_sides_stay_resident_if_they_fit(
 # ---- parts that leave the trainer's device
 
 GAE = ["algorithm.advantage=gae", "rollout.group_size=1", "critic={}"]
-ONE_TOKEN = "trainer.micro_batch_tokens=1"
-
-
-def test_part_that_leaves_is_counted_where_it_works() -> None:
-    plain, gone = (
-        memory(planned(2, ONE_TOKEN, *more), "trainer-0")
-        for more in ([], ["trainer.offload.optimizer=always"])
-    )
-    num = planned(2).shape.num_parameters
-    # Two moments; on CUDA the float32 shards are the optimizer's weights, too.
-    assert plain.total - gone.total == min(8 * num, plain.micro_batch)
-    gone_plan = planned(2, ONE_TOKEN, "trainer.offload.optimizer=always")
-    assert memory(gone_plan, "trainer-0/host").copies == 8 * num
-
-
 ALL_LEAVE = "{weights: always, gradients: always, optimizer: always}"
 
 
@@ -260,14 +245,6 @@ TWO_EACH_NODE = [
 ]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_plan_says_that_sides_with_a_share_stay(staleness: int) -> None:
-    settings = ["placement={trainer: 0, rollout: 0, share: 0.4}"]
-    settings += [f"buffer.max_staleness={staleness}"]
-    _, messages = plan_run(load(*settings), nodes(1))
-    assert messages[0] == "placement.share=0.4: both sides stay"
-
-
 def test_graphs_of_fused_steps_stay_beside_the_trainer() -> None:
     large = [ZERO, "rollout.slots=4", "trainer.micro_batch_tokens=1000000"]
     plain, fused = (
@@ -387,10 +364,6 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
 @pytest.mark.parametrize(
     ("num_cuda", "overrides", "transport"),
     [
-        ((0,), [VLLM], "shm"),
-        ((1,), COLOCATED, "ipc"),
-        ((2,), [], "nccl"),
-        ((2,), ["rollout.engine=simulated"], "shm"),
         ((2,), [VLLM, "weight_sync.disk_dir=/shared"], "disk"),
         ((1, 1), SPREAD, "nccl"),
         (

@@ -182,6 +182,7 @@ def test_cancelled_start_does_not_wait_for_a_hung_fork_server(
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_start_imports_neither_torch_twice_nor_what_it_does_not_use() -> None:
     controller = f"""
 import sys

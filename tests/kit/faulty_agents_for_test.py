@@ -6,12 +6,10 @@ import asyncio
 import json
 import os
 import signal
-import ssl
 import time
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import openai
 
@@ -80,13 +78,6 @@ async def asks_elsewhere(task: Task, session: Session, *, url: str) -> None:
         await judge.chat.completions.create(
             model="judge", messages=[{"role": "user", "content": "Is it right?"}]
         )
-
-
-async def fetches(task: Task, session: Session, *, url: str, authority: str) -> None:
-    await ask(session)
-    trusting = ssl.create_default_context(cafile=authority)
-    async with aiohttp.ClientSession() as http:
-        await http.get(url, ssl=trusting)
 
 
 async def gives(
