@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def make_step(make_step: MakeStep, paged_model_dir: Path) -> MakeStep:
 
 def are_gone(tensors: Sequence[Tensor]) -> bool:
     return not any(
-        tensor.untyped_storage().nbytes() for tensor in tensors if tensor.ndim
+        local_of(tensor).untyped_storage().nbytes() for tensor in tensors if tensor.ndim
     )
 
 
@@ -125,68 +127,53 @@ def train_once(step: TrainerRank, version: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("leaving", "dtype"),
+    ("leaving", "place"),
     [
-        (("policy",), "float32"),
-        (("critic", "reference"), "float32"),
-        (("policy", "critic", "reference"), "bfloat16"),
+        (("policy",), lambda _: contextlib.nullcontext(ONE_RANK)),
+        (("critic", "reference"), lambda _: contextlib.nullcontext(ONE_RANK)),
+        # As on CUDA, where weights are shards also on a single device.
+        (("policy", "critic", "reference"), mesh_of_one),
     ],
+    ids=["policy", "critic and reference", "all, of shards in bfloat16"],
 )
 def test_models_that_share_by_time_take_the_same_steps(
-    make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
+    make_step: MakeStep,
+    paged_model_dir: Path,
+    tmp_path: Path,
+    leaving: tuple[str, ...],
+    place: Callable[[Path], AbstractContextManager[Ranks]],
 ) -> None:
+    """`make_step` ends what the trainers set in this process."""
     trainer: dict[str, Any] = {"mini_batches": 2, "offload": {}}
     for model in {"policy", "reference"} & {*leaving}:
         trainer["offload"] |= ALWAYS[model]
     critic = PPO["critic"]
     if "critic" in leaving:
         critic = critic | {"offload": ALWAYS["critic"]}
-    plain = make_step(**PPO, dtype=dtype, trainer={"mini_batches": 2})
-    step = make_step(**PPO | {"critic": critic}, dtype=dtype, trainer=trainer)
-    assert step.critic is not None
-    seen = dict[str, set[bool]]()
-    watch(step, step.policy, ("critic", CRITIC_STEP), seen)
-    watch(step, step.critic.model, ("policy", POLICY_STEP), seen)
-    watch(step, step.critic.model, ("reference", (REFERENCE_WEIGHTS,)), seen)
-    for version in range(3):
-        assert learned(train_once(step, version)) == learned(train_once(plain, version))
-    assert step.export(tmp_path / "a").digest == plain.export(tmp_path / "b").digest
-    step.begin_save_state(tmp_path / "state").result()
-    step.load_state(tmp_path / "state")
-    assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
-    assert step.weights_digest() == plain.weights_digest()
-    assert seen == {model: {model in leaving} for model in ALWAYS}
-
-
-def test_shards_that_share_by_time_take_the_same_steps(
-    paged_model_dir: Path, tmp_path: Path
-) -> None:
-    """As on CUDA, where weights are shards also on a single device."""
-    trainer = {"mini_batches": 2, "offload": ALWAYS["policy"] | ALWAYS["reference"]}
-    critic = PPO["critic"] | {"offload": ALWAYS["critic"]}
-    values = {**PPO, "dtype": "bfloat16"}
-    with mesh_of_one(tmp_path) as ranks:
-        specs = [
-            make_spec(paged_model_dir, tmp_path, **values, trainer={"mini_batches": 2}),
-            make_spec(
-                paged_model_dir,
-                tmp_path,
-                **values | {"critic": critic},
-                trainer=trainer,
-            ),
-        ]
-        plain, step = (TrainerRank(spec, ranks) for spec in specs)
+    dtype = "float32" if len(leaving) < 3 else "bfloat16"
+    settings = (
+        {**PPO, "dtype": dtype, "trainer": {"mini_batches": 2}},
+        {**PPO, "dtype": dtype, "trainer": trainer, "critic": critic},
+    )
+    with place(tmp_path) as ranks:
+        plain, step = (
+            TrainerRank(make_spec(paged_model_dir, tmp_path, **values), ranks)
+            for values in settings
+        )
+        assert step.critic is not None
+        seen = dict[str, set[bool]]()
+        watch(step, step.policy, ("critic", CRITIC_STEP), seen)
+        watch(step, step.critic.model, ("policy", POLICY_STEP), seen)
+        watch(step, step.critic.model, ("reference", (REFERENCE_WEIGHTS,)), seen)
         for version in range(3):
             found = learned(train_once(step, version))
             assert found == learned(train_once(plain, version))
+        assert step.export(tmp_path / "a").digest == plain.export(tmp_path / "b").digest
         step.begin_save_state(tmp_path / "state").result()
         step.load_state(tmp_path / "state")
         assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
         assert step.weights_digest() == plain.weights_digest()
-        step._use("hold nothing")
-        for part in (*POLICY_STEP, *CRITIC_STEP, REFERENCE_WEIGHTS):
-            held = [local_of(tensor) for tensor in step._tensors_of(part)]
-            assert are_gone(held)
+        assert seen == {model: {model in leaving} for model in ALWAYS}
 
 
 def watch(
