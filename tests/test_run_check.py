@@ -189,7 +189,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "line",
     [
         pytest.param(
-            line, marks=[pytest.mark.extras] * ("reasoning_gym" in line), id=line
+            line,
+            marks=[pytest.mark.extras] * ("reasoning_gym" in line)
+            # two processes, which import torch and try the model
+            + [pytest.mark.slow] * (MBART in line),
+            id=line,
         )
         for line in CASES
     ],
