@@ -4,10 +4,8 @@ is measured here.
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
-import model_table
 import pytest
 import torch
 from model_table import VLLM, measure, read_table, vllm_names, with_vllm
@@ -33,21 +31,6 @@ def test_table_has_every_model_of_the_zoo() -> None:
         "refused",
         "no",
     }
-
-
-def test_models_that_vllm_has_are_served_for_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model without a cell is served; one that vLLM lacks has `no` already."""
-    rows = {"llama": ["llama", *[""] * 7], "opt": ["opt", "", "", "", "", "no", "", ""]}
-    monkeypatch.setattr(model_table, "TABLE", tmp_path / "models.csv")
-    monkeypatch.setattr(model_table, "read_table", dict)
-    monkeypatch.setattr(model_table, "vllm_names", lambda: frozenset({"any"}))
-    monkeypatch.setattr(model_table, "measure", rows.__getitem__)
-    served = {"llama": ("exact", "")}
-    model_table.write_table([*rows], served.__getitem__)
-    lines = (tmp_path / "models.csv").read_text().splitlines()
-    assert [row[VLLM] for row in csv.reader(lines[1:])] == ["exact", "no"]
 
 
 @pytest.mark.slow

@@ -197,12 +197,6 @@ def test_failing_output_ends_no_run_and_is_logged_once(
     assert caplog.text.count("no more output is shown") == 1
 
 
-def test_output_of_any_encoding_is_shown(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w", encoding="ascii") as file:
-        console_to(file).say("0.5 ± 0.1 \ud800")
-    assert (tmp_path / "out").read_text() == "0.5 \\xb1 0.1 \\ud800\n"
-
-
 def test_unread_output_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file, caplog.at_level(logging.WARNING):

@@ -20,8 +20,8 @@ from typing import Any
 
 import journal_cases
 import numpy as np
+import page_cases
 import pytest
-import test_observe_page
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_cases import admit, make_batch, make_trajectory, tell_a_run
@@ -46,7 +46,7 @@ def append_record(path: Path, line: Mapping[str, Any]) -> None:
 def make_run(
     run_dir: Path, *, num_steps: int = 3, state: str = "running", max_staleness: int = 2
 ) -> None:
-    test_observe_page.make_run(
+    page_cases.make_run(
         run_dir, num_steps, state=state, buffer={"max_staleness": max_staleness}
     )
     for version in range(num_steps):
@@ -396,18 +396,6 @@ def test_trackers_get_finite_numbers_and_the_file_has_null(tmp_path: Path) -> No
         ("step", 1, {"reward/mean": 0.5, "tokens/trained": 12.0}),
         ("step", 2, {}),
     ]
-
-
-def test_the_status_names_its_process(tmp_path: Path) -> None:
-    Recorder(tmp_path).write_status(
-        {"state": "running", "step": 3, "rooms": {"ready": [2, math.inf]}}
-    )
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["step"], status["rooms"], status["pid"]) == (
-        3,
-        {"ready": [2, None]},
-        os.getpid(),
-    )
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,12 @@ import pytest
 from pairs import FACTORS, config_of, refusal
 
 # Of torch, which loads a checkpoint in one process, and of peft.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore::FutureWarning"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled", "ignore::FutureWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,6 @@ SPOILED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing", *SPOILED])
 def test_the_oracle_sees_a_spoiled_file(name: str, whole: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(whole, tmp_path / "run")
@@ -63,7 +65,6 @@ def test_the_oracle_sees_a_spoiled_file(name: str, whole: Path, tmp_path: Path) 
     assert bool(faults) == (name in SPOILED), faults
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)  # eight runs of half a minute to two, beside other tests
 def test_rows_that_the_commit_draws_pass(tmp_path: Path) -> None:
     asked = ["git", "rev-parse", "HEAD"]

@@ -41,15 +41,6 @@ def test_the_page_of_cards_names_each_config() -> None:
     assert names == {name for one in patterns for name in matching(names, one)}
 
 
-def test_the_list_names_each_recipe() -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True
-    )
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(
-        recipe.RECIPES
-    )
-
-
 @pytest.mark.slow
 def test_a_recipe_trains_and_writes_its_curve(tmp_path: Path) -> None:
     folders = ["--run-dir", str(tmp_path / "run"), "--out", str(tmp_path / "results")]

@@ -39,8 +39,6 @@ from asyncrl.messages.records import (
     UnfinishedGroup,
     Work,
 )
-from asyncrl.observe.console import plain_line
-from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.producers import Producers
@@ -263,20 +261,6 @@ async def test_post_waits_for_the_journal() -> None:
         assert not any(task.done() for task in posting)
         written.set()
         assert [await task for task in posting] == [(200, "")] * 2
-
-
-@virtual
-async def test_repeated_post_is_known_wherever_the_run_was_killed() -> None:
-    async with application(group_size=2, capacity=2) as app:
-        await asyncio.sleep(HOUR_S)
-        assert await app.post(app.keys[0]) == (200, "")
-    events = app.journal.events
-    (scored,) = app.journal.named("add_scores")
-    # Killed right after its group_scored: the resumed run awaits this reward no more.
-    app.journal.events = events[: events.index(scored) + 1]
-    late = LateRewards(app.journal, timeout_s=9.0)  # type: ignore[arg-type]
-    late.is_open = True
-    await late.post(app.keys[0], Outcome(1.0))
 
 
 @virtual
@@ -525,11 +509,6 @@ def test_watchdog_names_the_rewards_and_ends_nothing(tmp_path: Path) -> None:
         text.startswith("nothing has moved for") and awaited in text for _, text in told
     )
     assert told
-
-
-def test_console_counts_them() -> None:
-    line = {"step": 1, "reward/mean": 0.5, "reward/awaited": 12.0}
-    assert "12 await rewards" in plain_line(Steps([line]), 1, 9, 0)
 
 
 # ---- the recipe of docs/rewards.md, in a real run

@@ -184,7 +184,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "line",
     [
         pytest.param(
-            line, marks=[pytest.mark.extras] * ("reasoning_gym" in line), id=line
+            line,
+            marks=[pytest.mark.extras] * ("reasoning_gym" in line)
+            # two processes, which import torch and try the model
+            + [pytest.mark.slow] * (MBART in line),
+            id=line,
         )
         for line in CASES
     ],
@@ -379,7 +383,8 @@ def test_ways_out_of_the_first_gpu_run_need_no_new_run() -> None:
 def test_check_shows_the_first_prompt_and_its_rewards(
     reward: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.job.check.reward_trial.TRIAL_S", 0.5)
+    if reward == "mine_here:blocks":
+        monkeypatch.setattr("asyncrl.job.check.reward_trial.TRIAL_S", 0.5)
     config = load_config(
         write_config(here, task={**FILES, "reward": reward, "shuffle": False})
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from job_runs import run, write_config
 from made_runs import MadeRun, contents
 from safetensors.torch import load_file
 from tiny_model import STACKED, make_tiny_moe
-from trainer_cases import MakeStep, train_versions
+from trainer_cases import MakeStep, make_spec, train_versions
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -44,7 +45,9 @@ from asyncrl.job.run_export import find_weights
 from asyncrl.job.training_job import save_final
 from asyncrl.launch.processes import Launcher
 from asyncrl.observe.console import RunLog
+from asyncrl.trainer.model.build_model import use_deterministic
 from asyncrl.trainer.model.model_folder import GENERATION, TOKENIZER, ModelPin
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.ranks.state import copy_files
 from asyncrl.weights.tensor_files import float32_names
 
@@ -150,10 +153,15 @@ def test_exported_adapters_compute_like_the_merged_model(
         )
 
 
-@pytest.fixture
-def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
+@pytest.fixture(scope="module")
+def evaluated(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> MadeRun:
     """Checkpoints of steps 1 to 3, evaluated; step 2 is the best."""
-    step, made = make_step(), MadeRun(tmp_path, tiny_model_dir, checkpoint={"every": 1})
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "staging").mkdir()
+    step = TrainerRank(make_spec(tiny_model_dir, folder))
+    made = MadeRun(folder, tiny_model_dir, checkpoint={"every": 1})
     for version in range(3):
         train_versions(step, version, version + 1)
         made.checkpoint(step)
@@ -183,6 +191,15 @@ def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
     (made.path / "metrics.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in steps)
     )
+    use_deterministic(is_on=False)
+    return made
+
+
+@pytest.fixture
+def made(evaluated: MadeRun, tmp_path: Path) -> MadeRun:
+    """A copy of that run, of this test alone."""
+    made = copy.copy(evaluated)
+    made.path = shutil.copytree(evaluated.path, tmp_path / "run")
     return made
 
 
@@ -263,7 +280,7 @@ def test_an_export_replaces_nothing(made: MadeRun, tmp_path: Path) -> None:
 
 
 def test_a_card_has_no_paths_and_no_secrets(
-    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, made: MadeRun
+    tiny_model_dir: Path, tmp_path: Path, made: MadeRun
 ) -> None:
     values = yaml.safe_load((made.path / "config.yaml").read_text())
     values["task"] |= {"args": {"api_key": SECRET}}

@@ -203,18 +203,6 @@ def test_ratio_is_one_over_the_support(
         assert (arrays.behaviour_logprobs == 0.0).all()
 
 
-def test_without_the_support_the_ratio_is_wrong(world: World) -> None:
-    cuts = {"temperature": 1.4, "top_p": 0.8, "top_k": 50}
-    header, arrays = batch_of(world, 3, 5, **cuts)
-    whole = Tokens(
-        arrays.ids,
-        arrays.spans,
-        {name: one for name, one in arrays.columns.items() if name != SUPPORT},
-    )
-    metrics = train(world.rank(1.4, has_lora=False), header, whole)
-    assert metrics["policy/logprob_gap_max"] > 0.1
-
-
 @pytest.mark.parametrize("support", [[3, 9], [9, 7], [7, 7], [-1, 7], [7, VOCAB]])
 def test_support_that_no_token_was_drawn_from_is_refused(
     world: World, support: list[int]

@@ -417,21 +417,6 @@ async def test_engines_read_whole_weights_from_a_living_trainer(
     assert sync.num_unread == 0 or num_losses > 0
 
 
-@virtual
-async def test_new_engine_gets_the_weights_of_a_restarted_trainer() -> None:
-    async with asyncio.TaskGroup() as tasks:
-        sync = SharedSync(tasks, [0.5])
-        trainer = sync.trainer
-        assert isinstance(trainer, SharingTrainer)
-        trainer.step()
-        await asyncio.sleep(10.0)
-        trainer.die()
-        trainer.restart()
-        await sync.start_again(0)
-        assert (sync.versions(), sync.fakes[0].weights) == ([1], "w1 of trainer 1")
-        sync.running.cancel()
-
-
 @asynccontextmanager
 async def bringing_up_version_2() -> AsyncIterator[tuple[SharedSync, Any]]:
     """Two engines serve version 1, whose trainer was lost. The bring-up of engine-1

@@ -33,7 +33,7 @@ from scorer_cases import PROMPT, TOKENIZER, make_scorer, sampled
 from token_cases import completion_of
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
-from asyncrl.base.user_code import GRACE_S, MAX_HUNG, DaemonThreads
+from asyncrl.base.user_code import GRACE_S, MAX_HUNG
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
@@ -495,19 +495,6 @@ async def test_abandoned_calls_are_named_once_and_end_the_run() -> None:
     await asyncio.sleep(0.1)
     assert await scorer.score(PROMPT, sampled("")) == 1.0, "they have ended"
     assert scorer.num_abandoned == MAX_HUNG, "so far"
-
-
-def test_threads_answer_and_end_with_their_executor() -> None:
-    executor = DaemonThreads()
-    gate = threading.Event()
-    held = [executor.submit(gate.wait) for _ in range(3)]
-    thread = executor.submit(threading.current_thread).result(timeout=60)
-    assert isinstance(executor.submit(int, "x").exception(timeout=60), ValueError)
-    executor.shutdown()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    gate.set()
-    assert [answer.result(timeout=60) for answer in held] == [True] * 3
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""The critic: GAE and its loss against published formulas, exact values of packed
+"""The critic: GAE and its loss against their formulas, exact values of packed
 tokens, steps in lockstep with the policy, and state that is never fresh by mistake.
 """
 
@@ -78,90 +78,25 @@ def plain_gae(
     ]
 
 
-def trl_gae(reward_BT: Tensor, value_BT: Tensor, gamma: float, lam: float) -> Tensor:
-    """Advantages by TRL's PPOTrainer, which has no gaps (trl/trainer/ppo_trainer.py)."""
-    last_B = torch.zeros(len(value_BT))
-    found = list[Tensor]()
-    length = value_BT.shape[1]
-    for t in range(length - 1, -1, -1):
-        next_B = value_BT[:, t + 1] if t + 1 < length else torch.zeros(len(value_BT))
-        last_B = (
-            reward_BT[:, t] + gamma * next_B - value_BT[:, t] + gamma * lam * last_B
-        )
-        found.insert(0, last_B)
-    return torch.stack(found, 1)
-
-
-def verl_gae(
-    reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float
-) -> Tensor:
-    """Advantages by verl, which carries both sums over tokens of others
-    (verl/trainer/ppo/core_algos.py, compute_gae_advantage_return).
-    """
-    next_B = last_B = torch.zeros(len(value_BT))
-    found = list[Tensor]()
-    for t in range(value_BT.shape[1] - 1, -1, -1):
-        mine_B = mask_BT[:, t]
-        candidate_B = (
-            reward_BT[:, t] + gamma * next_B - value_BT[:, t] + gamma * lam * last_B
-        )
-        next_B = value_BT[:, t] * mine_B + next_B * (1 - mine_B)
-        last_B = candidate_B * mine_B + last_B * (1 - mine_B)
-        found.insert(0, last_B)
-    return torch.stack(found, 1)
-
-
-def masked_whiten(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """TRL's and verl's, with Bessel's correction."""
-    count = mask_BT.sum()
-    mean = (value_BT * mask_BT).sum() / count
-    variance = ((value_BT - mean).square() * mask_BT).sum() / count
-    variance = variance * count / (count - 1)
-    return (value_BT - mean) * torch.rsqrt(variance + 1e-8)
-
-
 @given(st.integers(0, 2**32 - 1), st.floats(0.5, 1), st.floats(0, 1))
-def test_gae_equals_the_plain_sum_and_published_formulas(
+def test_gae_equals_the_plain_sum_of_errors(
     seed: int, discount: float, lam: float
 ) -> None:
     rng = np.random.default_rng(seed)
-    shape = int(rng.integers(1, 6)), int(rng.integers(2, 30))
-    value_BT, reward_BT = (
-        torch.from_numpy(rng.normal(size=shape)).float() for _ in "vr"
-    )
-    # gaps between turns, behind the end, and sequences without a token
-    mask_BT = torch.from_numpy(rng.random(shape) < rng.random((shape[0], 1)))
-    mask_BT[0, :2] = True
-    reward_BT = reward_BT * (torch.from_numpy(rng.random(shape)) < 0.3) * mask_BT
-    length_B = mask_BT.sum(1)
-    advantage_M, return_M = gae(
-        reward_BT[mask_BT], value_BT[mask_BT], length_B, discount, lam
-    )
+    # some sequences have no token
+    length_B = torch.from_numpy(rng.integers(0, 30, rng.integers(1, 6)))
+    num_tokens = int(length_B.sum())
+    value_M, reward_M = torch.from_numpy(rng.normal(size=(2, num_tokens))).float()
+    advantage_M, return_M = gae(reward_M, value_M, length_B, discount, lam)
     lengths = length_B.tolist()
     expected = list[float]()
     for rewards, values in zip(
-        reward_BT[mask_BT].split(lengths), value_BT[mask_BT].split(lengths), strict=True
+        reward_M.split(lengths), value_M.split(lengths), strict=True
     ):
         expected += plain_gae(rewards.tolist(), values.tolist(), discount, lam)
     assert advantage_M.tolist() == pytest.approx(expected, abs=1e-9)
-    assert return_M.tolist() == pytest.approx(
-        (advantage_M + value_BT[mask_BT]).tolist(), abs=1e-9
-    )
-    number_BT = mask_BT.float()
-    of_verl = verl_gae(reward_BT, value_BT, number_BT, discount, lam)
-    torch.testing.assert_close(
-        advantage_M.float(), of_verl[mask_BT], rtol=1e-5, atol=1e-5
-    )
-    torch.testing.assert_close(
-        whitened(advantage_M).float(),
-        masked_whiten(of_verl.double(), number_BT.double())[mask_BT].float(),
-        rtol=1e-4,
-        atol=1e-4,
-    )
-    everything = torch.full((shape[0],), shape[1])
-    whole_M, _ = gae(reward_BT.flatten(), value_BT.flatten(), everything, discount, lam)
-    of_trl = trl_gae(reward_BT, value_BT, discount, lam)
-    torch.testing.assert_close(whole_M.float(), of_trl.flatten(), rtol=1e-5, atol=1e-5)
+    expected_returns = (advantage_M + value_M).tolist()
+    assert return_M.tolist() == pytest.approx(expected_returns, abs=1e-9)
 
 
 @given(st.integers(0, 2**32 - 1), st.none() | st.floats(0.01, 2))
@@ -207,7 +142,7 @@ def plain_values(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> Tens
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_packed_values_and_their_gradient_equal_those_of_single_sequences(
     make_step: MakeStep, seed: int
 ) -> None:
@@ -240,7 +175,7 @@ def test_packed_values_and_their_gradient_equal_those_of_single_sequences(
     assert metrics["critic/explained_variance"] == pytest.approx(explained, abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_rewards_come_with_the_last_token_of_their_part(
     make_step: MakeStep, seed: int
 ) -> None:
@@ -440,47 +375,15 @@ def test_state_with_other_models_is_refused(
         with_critic.load_state(tmp_path / "without")
 
 
-def test_stale_tokens_pass_rewards_on_and_train_nothing(make_step: MakeStep) -> None:
-    rank = make_step(**PPO)
-    train_versions(rank, 0, 1)
-    header, arrays = make_batch(version=1, seed=4)
-    versions = arrays.versions.copy()
-    for entry in header.trajectories:
-        versions[entry.start + 5] = 0
-    masked = header.model_copy(update={"mask_older": True})
-    fresh_batch = rank.begin(header, arrays)
-    batch = rank.begin(masked, changed(arrays, versions=versions))
-    assert batch.return_N is not None
-    assert fresh_batch.return_N is not None
-    assert np.array_equal(batch.return_N, fresh_batch.return_N)
-    is_stale = versions == 0
-    assert batch.return_N[is_stale].all()
-    assert not batch.has_loss[is_stale].any()
-    assert fresh_batch.has_loss[is_stale].all()
-
-
 def test_equal_advantages_are_no_step_of_rounding() -> None:
     for value in (0.9, 0.7, 0.3):
         assert not whitened(torch.full((37,), value)).any()
 
 
-def test_offloaded_critic_comes_back(make_step: MakeStep) -> None:
-    moved, still = make_step(**PPO), make_step(**PPO)
-    for version in range(2):
-        for rank in (moved, still):
-            train_versions(rank, version, version + 1)
-        moved.offload(["weights", "optimizer"])
-        assert moved.critic is not None
-        masters = moved.critic.trained.masters.named
-        assert {one.untyped_storage().size() for one in masters.values()} == {0}
-        moved.onload(["weights", "optimizer"])
-    assert moved.weights_digest() == still.weights_digest()
-    assert_equal(critic_weights(moved), critic_weights(still))
-
-
 # ---- several ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_critic_of_one(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -72,22 +72,6 @@ def test_state_of_other_weights_is_refused_and_changes_nothing(
     assert (loaded.policy_version, loaded.weights_digest()) == (0, before)
 
 
-def test_deterministic_kernels_change_no_bit_on_a_cpu(make_step: MakeStep) -> None:
-    digests = set[str]()
-    for is_on in (False, True):
-        step = make_step(
-            trainer={
-                "deterministic": is_on,
-                "micro_batch_tokens": 60,
-                "mini_batches": 2,
-            }
-        )
-        assert torch.are_deterministic_algorithms_enabled() == is_on
-        train_versions(step, 0, 2)
-        digests.add(step.weights_digest())
-    assert len(digests) == 1
-
-
 def test_operator_without_deterministic_kernel_names_the_setting(
     make_step: MakeStep,
 ) -> None:

@@ -32,6 +32,8 @@ MODULES = (
     "asyncrl.job.loop",
     "asyncrl.job.resume",
     "asyncrl.job.serve",
+    "asyncrl_servers.scoring.reward_model",
+    "asyncrl_servers.scoring.teacher_server",
     __name__,
     "transformers.models.qwen3.modeling_qwen3",
 )
