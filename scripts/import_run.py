@@ -15,6 +15,7 @@ CONTROLLER = (
 )
 LATER = (
     "asyncrl.observe.report_page",
+    "matplotlib.figure",
     "tensorboard.summary.writer.event_file_writer",
 )
 MODEL = "transformers.models.qwen3.modeling_qwen3"

@@ -197,7 +197,7 @@ assert not unused, unused
 import importlib, sys
 for name in {PRELOADED!r}:
     importlib.import_module(name)
-unused = {{"peft", "tensorboard", "datasets"}} & {{*sys.modules}}
+unused = {{"peft", "tensorboard", "matplotlib", "datasets"}} & {{*sys.modules}}
 assert not unused, unused
 """
     for script in (controller, children):

@@ -34,6 +34,7 @@ from asyncrl.observe.report_page import (
     write_report,
 )
 from asyncrl.observe.run_dir import TIMELINE_FILE, append_lines
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.timeline import (
     Row,
     TimelineWriter,
@@ -41,6 +42,7 @@ from asyncrl.observe.timeline import (
     timeline_view,
     trace_of,
 )
+from asyncrl.observe.verdict import write_reward_plot
 
 # ---- the timeline
 
@@ -273,6 +275,12 @@ def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> N
         (4, "resumed, 2 steps trained again"),
     ]
     assert view_run(tmp_path)["marks"] == [list(mark) for mark in marks]
+    write_reward_plot(
+        tmp_path / "reward.png",
+        Steps([{"step": 1, "reward/mean": 1}]),
+        title="a",
+        marks=marks,
+    )
 
 
 def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:

@@ -290,6 +290,7 @@ def test_a_card_has_no_paths_and_no_secrets(
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["library_name"] == "transformers"
     assert "base_model" not in front, "it was a folder of this machine"
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
     for words in (
         "policy_version 2",
         "200 trained tokens",
@@ -401,7 +402,7 @@ def test_push_uploads_every_file_of_an_export(
         made.export(out, push=repo, private=private, tell=said.append)
         kept = {path.name: path.read_bytes() for path in out.iterdir()}
         assert hub.files == kept
-        assert {"README.md", "model.safetensors"} <= kept.keys()
+        assert {"README.md", "model.safetensors", "reward.png"} <= kept.keys()
         assert not any(TOKEN.encode() in data for data in kept.values())
     assert hub.private == {"me/own": True, "me/open": False}
     assert TOKEN not in "".join(said)

@@ -135,7 +135,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     }
     NotebookClient(notebook, **given).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
     said = "".join(output.get("text", "") for output in outputs)
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in said
-    assert "Too short to judge learning" in said
     assert "b 7 ->" in said

@@ -53,14 +53,14 @@ from asyncrl.observe.run_numbers import (
     several,
 )
 from asyncrl.observe.samples import SampleWriter, ShownRollout
-from asyncrl.observe.timeline import TimelineWriter, write_trace
+from asyncrl.observe.timeline import TimelineWriter, read_marks, write_trace
 from asyncrl.observe.trackers import (
     Background,
     Callbacks,
     TrackedRun,
     listeners_of,
 )
-from asyncrl.observe.verdict import judge, summary_panel
+from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
@@ -475,7 +475,7 @@ class Reporter:
             "num_steps": self.config.trainer.num_steps,
             "why": why,
         }
-        # The resume was refused or failed. Summary and timeline still describe
+        # The resume was refused or failed. Summary, plot and timeline still describe
         # the run before it.
         if self._is_to_resume:
             # A run that is done stays done if it is started again by mistake.
@@ -508,6 +508,13 @@ class Reporter:
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
+            plot = self.run_dir / "reward.png"
+            # one point is not a curve, and matplotlib takes half a second
+            if len(steps.values("reward/mean")) > 1:
+                write_reward_plot(
+                    plot, steps, title=self.name, marks=read_marks(self.run_dir)
+                )
+                self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():

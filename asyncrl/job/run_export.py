@@ -39,6 +39,7 @@ from asyncrl.observe.run_dir import (
     tell_unknown_kind,
 )
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.trainer.model.model_folder import ModelPin, find_model
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ def _write_card(
     *,
     adapter: bool,
 ) -> None:
-    """Write README.md, without local paths."""
+    """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
     config = job.as_run()
@@ -342,6 +343,11 @@ allowed, {oldest:.0f} observed.
     for line in read_evaluations(run_dir, []):
         if line["policy_version"] == version and "eval/reward_mean" in line:
             text += f"\nEvaluation: {line['eval/reward_mean']:.3f}.\n"
+    if steps.values("reward/mean"):
+        write_reward_plot(
+            folder / "reward.png", steps, title=f"reward up to policy_version {version}"
+        )
+        text += "\n![Mean reward of the batches](reward.png)\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 

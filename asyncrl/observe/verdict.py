@@ -1,4 +1,4 @@
-"""Judge a run from its step metrics. Imports no torch."""
+"""Judge a run from its step metrics, and plot its reward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -24,6 +24,7 @@ from asyncrl.observe.run_numbers import (
     standard_error,
     time_shares,
 )
+from asyncrl.observe.timeline import Mark
 from asyncrl.trainer.loss.step_metrics import GAP_WARNING, NOT_FINITE_ADVICE
 
 MIN_STEPS = 20
@@ -470,7 +471,7 @@ def _failures(steps: Steps) -> Iterator[_Finding]:
     )
 
 
-# ---- as a table
+# ---- table and plot
 
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
@@ -494,3 +495,29 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
         ("health", health),
         ("speed", speed),
     ]
+
+
+def write_reward_plot(
+    path: Path, steps: Steps, *, title: str, marks: Sequence[Mark] = ()
+) -> None:
+    """Plot reward/mean, its running mean, and a dotted line at each mark."""
+    from matplotlib.figure import Figure
+
+    window = -recent(len(steps)).start
+    parts = (slice(max(0, end - window), end) for end in range(1, len(steps) + 1))
+    means: list[Any] = [steps.mean("reward/mean", part) for part in parts]
+    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        steps.column("step"), steps.column("reward/mean"), alpha=0.4, label="each step"
+    )
+    axes.plot(
+        steps.column("step"), means, label=f"mean of the last {several(window, 'step')}"
+    )
+    for step, text in marks[-6:]:  # more would hide the curve
+        # our own words: a dollar sign would begin a formula
+        what = text.partition(":")[0]
+        axes.axvline(step, color="gray", linestyle=":", label=f"step {step}: {what}")
+    axes.set(xlabel="optimizer step", ylabel="reward/mean", title=title)
+    axes.legend()
+    figure.savefig(path)

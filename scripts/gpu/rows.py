@@ -18,7 +18,7 @@ MARK = "@row "
 
 BASE = (
     "torch transformers tokenizers safetensors numpy pydantic pydantic_core annotated_types "
-    "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 "
+    "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 matplotlib "
     "accelerate peft"
 ).split()
 """Packages of every row."""
