@@ -44,8 +44,6 @@ number of nodes.
 """
 
 DEVICE_WORDS = ("auto", "cpu", "all")
-SETTINGS = ("share",)
-"""Keys of the section that are not a component."""
 
 
 def is_cpu(devices: Devices) -> bool:

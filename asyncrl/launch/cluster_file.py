@@ -11,11 +11,7 @@ from pathlib import Path
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.config.device_forms import device_numbers
-from asyncrl.config.placement_config import (
-    SETTINGS,
-    NodesConfig,
-    PlacementConfig,
-)
+from asyncrl.config.placement_config import NodesConfig, PlacementConfig
 
 FILES = {
     "slurm": "slurm.sbatch",
@@ -76,6 +72,6 @@ def cluster_size(placement: PlacementConfig) -> tuple[int, int]:
         if isinstance(value, NodesConfig):
             num_nodes += int(value.nodes)
             gpus.append(int(value.gpus))
-        elif key not in SETTINGS:
+        elif key != "share":
             gpus += [number + 1 for number in device_numbers(value) or ()]
     return max(num_nodes, 1), max(gpus)
