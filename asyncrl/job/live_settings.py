@@ -35,19 +35,16 @@ def write_wanted(run_dir: Path, num: int) -> None:
 def scale_run(run_dir: Path, asked: str) -> str:
     """Ask a run for engines=N; return an answer for the user. Raises ConfigError."""
     name, _, text = asked.partition("=")
-    if name != ENGINES or not text.isdecimal():
-        raise ConfigError(
-            f"{asked!r} is not {ENGINES}=N", way_out=f"write {ENGINES}=2, for example."
-        )
     allowed = read_config(run_dir).rollout.engine_range.numbers
-    num = int(text)
-    if num not in allowed:
+    num = int(text) if text.isdecimal() else 0
+    if name != ENGINES or num not in allowed:
         wider = f"{KEY}={{min: 1, max: {max(num, allowed[-1])}}}"
         again = run_again(run_dir, wider, "--allow-change", KEY)
         raise ConfigError(
             f"{asked!r} is not {ENGINES}=N with N from {allowed[0]} to {allowed[-1]} ({KEY})",
             rule="memory is planned for this range",
-            way_out=f"stop the run, and resume it with another {KEY}: `{again}`.",
+            way_out=f"write {ENGINES}={allowed[0]}, or stop the run and resume it with another {KEY}: "
+            f"`{again}`.",
         )
     write_wanted(run_dir, num)
     return f"asked for {num} {ENGINES}; `asyncrl status {run_dir}` shows their progress"

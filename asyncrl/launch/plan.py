@@ -116,7 +116,7 @@ class Plan:
         return awake.total() + max(trainer, engines, pushed)
 
     def taken_bytes(self, device: str) -> int:
-        """Return what engines must leave of a device in their time slice, with room for
+        """Return what engines must leave of a device in their time slice, with a margin for
         errors of the plan.
         """
         taken = 0.0
