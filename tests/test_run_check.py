@@ -279,9 +279,7 @@ def test_check_prints_the_balance_of_experts(
 
 
 @pytest.mark.slow
-def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(
-    here: Path,
-) -> None:
+def test_a_run_asks_the_engine_about_a_type_outside_of_the_table(here: Path) -> None:
     sizes = "n_embd: 32, n_layer: 2, n_head: 4, n_positions: 128"
     for architecture in (f"{{model_type: gpt-sw3, {sizes}}}", MBART):
         setting = f"model.scratch.architecture={architecture}"
