@@ -48,7 +48,7 @@ def test_cut_that_keeps_the_whole_vocabulary_is_an_answer(
             )
             sizes = list[int]()
             for each in [*chunks, part]:
-                support = each.new.columns.get(SUPPORT)
+                support = each.sampled.columns.get(SUPPORT)
                 if isinstance(support, Ragged):
                     sizes += support.sizes.tolist()
             return sizes
