@@ -392,10 +392,11 @@ def validate(
         config, found, needs_weights=needs_weights
     )
     _check_prompts(config, found, tokenizer)
-    template = "" if tokenizer is None else tokenizer.template
-    find_tool_format(config.gateway.tool_format, template)
     if tokenizer is not None:
+        find_tool_format(config.gateway.tool_format, tokenizer.template)
         find_models(config, tokenizer, find_on_disk)
+    elif ":" in config.gateway.tool_format:
+        find_tool_format(config.gateway.tool_format, "")
     _try_engines(config, found)
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
