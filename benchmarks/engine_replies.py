@@ -15,7 +15,7 @@ from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS, SegmentPart, Tokens
 def top_logprobs(answer: SegmentPart) -> list[list[tuple[int, float]]]:
     """Return (id, logprob) of the likeliest tokens, for each new token."""
     ids, logprobs = (
-        answer.new.column(name).lists() for name in (TOP_IDS, TOP_LOGPROBS)
+        answer.sampled.column(name).lists() for name in (TOP_IDS, TOP_LOGPROBS)
     )
     return [
         [*zip(*of_token, strict=True)] for of_token in zip(ids, logprobs, strict=True)

@@ -51,7 +51,7 @@ class Weights:
 
     def check(self, request: SamplingRequest, answer: SegmentPart) -> None:
         """Compare each version's tokens with a fresh request under its weights."""
-        for span in answer.version_spans:
+        for span in answer.sampled.spans:
             prompt = [*request.prompt_ids, *answer.token_ids[: span.start]]
             rest = replace(
                 request,

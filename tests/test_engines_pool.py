@@ -148,7 +148,7 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     completion = joined.result()
     covered = [
         index
-        for span in completion.version_spans
+        for span in completion.sampled.spans
         for index in range(span.start, span.end)
     ]
     assert covered == list(range(len(expected.token_ids)))

@@ -39,7 +39,7 @@ def next_of(
 def check_gap(house: House, request: SamplingRequest, answer: SegmentPart) -> None:
     """Each token is what the weights of its version give."""
     assert len(answer.logprobs) == len(answer.token_ids)
-    for span in answer.version_spans:
+    for span in answer.sampled.spans:
         weights = house.pushed[span.version]
         where = {"start": span.start, "end": span.end}
         temperature = request.temperature or 1.0
@@ -102,7 +102,7 @@ def test_every_token_has_its_version_through_three_publishes(
             over = True
         spans_seen, num_crossing = set(), 0
         for (seed, turn), completion in done.items():
-            is_streamed, spans = bool(seed % 2), completion.version_spans
+            is_streamed, spans = bool(seed % 2), completion.sampled.spans
             assert (len(completion.token_ids), completion.finish_reason) == (
                 max_tokens,
                 "length",

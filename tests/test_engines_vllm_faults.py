@@ -169,7 +169,7 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         )
         if isinstance(outcome, SegmentPart):
             check_logprobs(outcome)
-            assert is_whole or all(span.version == 0 for span in outcome.version_spans)
+            assert is_whole or all(span.version == 0 for span in outcome.sampled.spans)
     if not is_whole:
         await lost(server.generate_segment(request("after")))
         await another_process(fake, server)

@@ -84,12 +84,12 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
             await chunks.get()
             await server.commit(version, manifest.digest, interrupt)
             fresh = await server.generate_segment(house.request(max_tokens=40))
-            assert [span.version for span in fresh.version_spans] == [version]
+            assert [span.version for span in fresh.sampled.spans] == [version]
             assert gap(fresh, weights) <= 1e-4
             kept, _ = await running
             assert (kept.finish_reason == "length") == is_kept
             if interrupt == "keep" and is_kept:
-                last = kept.version_spans[-1]
+                last = kept.sampled.spans[-1]
                 assert last.version == version
                 assert gap(kept, weights, last.start) <= 1e-4
             assert gap(fresh, old) > 0.01, "the adapter changes the logprobs"

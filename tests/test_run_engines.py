@@ -64,11 +64,11 @@ async def all_continued(asked: Asked) -> None:
         assert completion.behaviour_logprobs == expected.behaviour_logprobs
         covered = [
             index
-            for span in completion.version_spans
+            for span in completion.sampled.spans
             for index in range(span.start, span.end)
         ]
         assert covered == list(range(len(completion.token_ids)))
-        assert min(span.version for span in completion.version_spans) >= announced
+        assert min(span.version for span in completion.sampled.spans) >= announced
 
 
 class House(EngineRooms):
@@ -218,7 +218,7 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
             completion = await task
             assert completion.token_ids == (await undisturbed(request)).token_ids
         for task in running[4:]:
-            first, last = task.result().version_spans
+            first, last = task.result().sampled.spans
             assert first.engine != last.engine == 0, "with their tokens"
         assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, (
             "and nothing is sampled twice"

@@ -85,7 +85,7 @@ class SegmentCheck:
         # before. Any other context is checked as if it were new, and fails: a resumed
         # completion would get a token twice, or lose one.
         if num_context == num_known and num_context <= len(part.tokens):
-            new = part.new
+            new = part.sampled
         else:
             new, num_context = part.tokens, 0
         self._num_accepted += len(new)

@@ -415,7 +415,7 @@ class SegmentJoin:
 
     def add(self, part: SegmentPart, engine: int = -1) -> Tokens:
         """Return the new tokens."""
-        new, num_context = part.new, part.tokens.num_context
+        new, num_context = part.sampled, part.tokens.num_context
         # A streamed answer comes token by token. Joining at every token would be
         # quadratic, and keeping 10,000 chunks would take 8 MB.
         if len(self._chunks) == MAX_CHUNKS:

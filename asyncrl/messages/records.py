@@ -56,12 +56,8 @@ class Adjustment:
 
     @property
     def has_penalty(self) -> bool:
-        return self.has_own_penalty or self.repetition_penalty != 1.0
-
-    @property
-    def has_own_penalty(self) -> bool:
-        """Whether a penalty depends on the tokens of the call only."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        is_subtracted = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return is_subtracted or self.repetition_penalty != 1.0
 
 
 # A tuple, because it is made for each streamed token, and frames hold it flat: four
@@ -165,11 +161,6 @@ class Completion:
     def behaviour_logprobs(self) -> tuple[float, ...]:
         """Of the sampled ids, float32 in nats."""
         return tuple(self.tokens.behaviour_logprobs[self.num_prompt :].tolist())
-
-    @property
-    def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Counted from the first sampled token."""
-        return self.sampled.spans
 
 
 @dataclass(frozen=True, slots=True)

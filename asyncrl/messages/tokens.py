@@ -404,7 +404,7 @@ class SegmentPart(NamedTuple):
     finish_reason: Literal["stop", "length", "abort"] | None = None
 
     @property
-    def new(self) -> Tokens:
+    def sampled(self) -> Tokens:
         return self.tokens.slice(self.tokens.num_context)
 
     @property
@@ -416,13 +416,8 @@ class SegmentPart(NamedTuple):
     @property
     def logprobs(self) -> list[float]:
         """Behaviour logprobs of the new ids, float32 in nats."""
-        logprobs: list[float] = self.new.behaviour_logprobs.tolist()
+        logprobs: list[float] = self.sampled.behaviour_logprobs.tolist()
         return logprobs
-
-    @property
-    def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Counted from the first new token."""
-        return self.new.spans
 
 
 def bounds_of(sizes: Sequence[int], num_items: int) -> list[tuple[int, int]]:

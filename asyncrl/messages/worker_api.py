@@ -23,7 +23,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    field_validator,
 )
 
 from asyncrl.base.errors import ErrorBody, Message
@@ -108,14 +107,7 @@ class TakeAnswer(Message):
 
 
 class FailureBody(ErrorBody):
-    """`kind` of a worker of another version may be unknown here."""
-
     kind: FailureKind = FailureKind.AGENT_CRASH
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _known(cls, kind: object) -> object:
-        return kind if kind in [*FailureKind] else FailureKind.AGENT_CRASH
 
 
 class ResultRequest(WorkerMessage):

@@ -42,12 +42,11 @@ class RecentFailures:
         num = max(1, len(self._ends))
         counts = Counter(kind for kind, _ in self._ends)
         shares = {f"failure/{kind}": counts[kind] / num for kind in self._newest}
-        shares["failure/infrastructure"] = sum(self._of_infrastructure().values()) / num
+        num_infrastructure = sum(
+            kind is not None and kind.is_infrastructure for kind, _ in self._ends
+        )
+        shares["failure/infrastructure"] = num_infrastructure / num
         return shares
-
-    def _of_infrastructure(self) -> Counter[FailureKind]:
-        kinds = (kind for kind, _ in self._ends if kind is not None)
-        return Counter(kind for kind in kinds if kind.is_infrastructure)
 
     def check(self, failure: RolloutFailure, component: str) -> None:
         """Raise TaskError above the limit, after a `failure` without a retry. A burst

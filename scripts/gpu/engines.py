@@ -141,7 +141,7 @@ class Case:
             [[*request.prompt_ids, *done.token_ids]], device=self.model.device
         )
         right = []
-        for span in done.version_spans:
+        for span in done.sampled.spans:
             found = functional_call(
                 self.model, dict(self.weights(span.version)), (ids,)
             )
@@ -166,7 +166,7 @@ class Case:
             "logprob gap at the boundary": [],
         }
         for request, done in sampled[-MOST_READ:]:
-            start = done.version_spans[-1].start
+            start = done.sampled.spans[-1].start
             gaps = self.gaps(request, done)
             parts["logprob gap"].append(gaps[start:])
             if start > 0:
@@ -325,13 +325,13 @@ async def _push(
     versions = [version - 1] if interrupt == "wait" else [version - 1, version]
     num_right = 0
     for one in done:
-        ends = [0, *(span.end for span in one.version_spans)]
+        ends = [0, *(span.end for span in one.sampled.spans)]
         is_whole = ends[-1] == len(one.token_ids) == requests[0].max_tokens
-        is_joined = ends[:-1] == [span.start for span in one.version_spans]
+        is_joined = ends[:-1] == [span.start for span in one.sampled.spans]
         num_right += (
             is_whole
             and is_joined
-            and versions == [span.version for span in one.version_spans]
+            and versions == [span.version for span in one.sampled.spans]
         )
     what = f"{name}: completions of versions {versions}"
     case.bench.tell(what, f"{num_right} of {len(done)}", ok=num_right == len(done))
@@ -346,7 +346,7 @@ async def _check_new(case: Case, client: EngineClient, name: str) -> None:
     requests = case.requests(name, MOST_READ, NEW)
     pool = EnginePool([client], slots=case.slots)
     done = await asyncio.gather(*map(pool.generate, requests))
-    assert {span.version for one in done for span in one.version_spans} == {
+    assert {span.version for one in done for span in one.sampled.spans} == {
         client.policy_version
     }
     case.tell_gaps(name, list(zip(requests, done, strict=True)))

@@ -207,7 +207,7 @@ def check_whole(answer: SegmentPart, server: Server) -> None:
         for logprob in answer.logprobs
     )
     covered = [
-        token for span in answer.version_spans for token in range(span.start, span.end)
+        token for span in answer.sampled.spans for token in range(span.start, span.end)
     ]
     assert covered == list(range(len(answer.token_ids)))
     assert (versions := versions_of(answer)) == sorted(set(versions))
@@ -220,7 +220,7 @@ def joined(chunks: list[SegmentPart], last: SegmentPart) -> SegmentPart:
     versions = [
         span.version
         for part in parts
-        for span in part.version_spans
+        for span in part.sampled.spans
         for _ in range(span.start, span.end)
     ]
     marks = [
@@ -234,7 +234,7 @@ def joined(chunks: list[SegmentPart], last: SegmentPart) -> SegmentPart:
 
 def same_part(one: SegmentPart, other: SegmentPart) -> bool:
     values = [
-        (part.token_ids, part.logprobs, part.version_spans, part.finish_reason)
+        (part.token_ids, part.logprobs, part.sampled.spans, part.finish_reason)
         for part in (one, other)
     ]
     return values[0] == values[1]
@@ -242,4 +242,4 @@ def same_part(one: SegmentPart, other: SegmentPart) -> bool:
 
 def versions_of(answer: SegmentPart) -> list[int]:
     """The version of each span."""
-    return [span.version for span in answer.version_spans]
+    return [span.version for span in answer.sampled.spans]

@@ -376,7 +376,7 @@ def check_logprobs(completion: Completion | SegmentPart) -> None:
         if isinstance(completion, Completion)
         else completion.logprobs
     )
-    for span in completion.version_spans:
+    for span in completion.sampled.spans:
         expected = float(np.float32(-(1 + span.version) / 100))
         assert list(logprobs[span.start : span.end]) == [expected] * (
             span.end - span.start
@@ -390,4 +390,4 @@ async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
 
 
 def versions(answer: SegmentPart | Completion) -> list[int]:
-    return [span.version for span in answer.version_spans]
+    return [span.version for span in answer.sampled.spans]

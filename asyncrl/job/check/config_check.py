@@ -171,8 +171,10 @@ def validate(
         config, found, needs_weights=needs_weights
     )
     check_prompts(config, found, tokenizer)
-    template = "" if tokenizer is None else tokenizer.template
-    find_tool_format(config.gateway.tool_format, template)
+    if tokenizer is not None:
+        find_tool_format(config.gateway.tool_format, tokenizer.template)
+    elif ":" in config.gateway.tool_format:
+        find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
         find_models(config, tokenizer, find_on_disk)
     try_engines(config, found)
