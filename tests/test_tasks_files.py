@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, build_task
 from asyncrl.tasks.rewards import reward_function
-from asyncrl.tasks.sources import DataPin, read_files, record_code
+from asyncrl.tasks.sources import DataPin, record_code
 from asyncrl.tasks.task import RowTask
 
 ROWS = [
@@ -306,7 +306,7 @@ def test_digest_sees_undecoded_media(tmp_path: Path, kind: str) -> None:
     assert digest_of("1", b"a") == digest_of("2", b"a") != digest_of("3", b"b")
 
 
-@pytest.mark.parametrize("way", ["saved", "parquet"])
+@pytest.mark.parametrize("way", ["saved", "parquet", "file"])
 def test_json_columns_are_decoded_at_any_depth(tmp_path: Path, way: str) -> None:
     import datasets
 
@@ -332,13 +332,12 @@ def test_json_columns_are_decoded_at_any_depth(tmp_path: Path, way: str) -> None
         data.save_to_disk(tmp_path / "data")
     else:
         data.to_parquet(tmp_path / "data/train.parquet")
-        with pytest.raises(ConfigError, match="task.dataset=FOLDER"):
-            read_files([str(tmp_path / "data/train.parquet")], {})
-    args = {"cache_dir": str(tmp_path / "cache")} if way == "parquet" else {}
-    config = TaskConfig(
-        dataset=str(tmp_path / "data"),
-        args=args,
-        reward="rewards_for_test:begins_with",
+    source: dict[str, Any] = {"files": [str(tmp_path / "data/train.parquet")]}
+    if way != "file":
+        args = {"cache_dir": str(tmp_path / "cache")} if way == "parquet" else {}
+        source = {"dataset": str(tmp_path / "data"), "args": args}
+    config = TaskConfig.model_validate(
+        {**source, "reward": "rewards_for_test:begins_with"}
     )
     task = build_task(config, seed=0)
     item: Any = task.prompt(0)

@@ -289,12 +289,23 @@ def _read_parquet(path: Path) -> dict[str, Mapping[str, object]]:
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(path)
-    if "arrow.json" in str(table.schema):
-        raise ValueError(
-            "it has columns of datasets.Json(); write task.dataset=FOLDER for its folder"
-        )
-    rows = enumerate(table.to_pylist())
-    return {f"{path} row {number}": row for number, row in rows}
+    found: dict[str, Mapping[str, object]] = {}
+    for number, row in enumerate(table.to_pylist()):
+        found[f"{path} row {number}"] = {
+            name: _with_json(row[name], table.schema.field(name).type) for name in row
+        }
+    return found
+
+
+def _with_json(value: Any, kind: Any) -> Any:
+    """Decode what a column of datasets.Json() stores as text, at any depth."""
+    if value is None or "arrow.json" not in str(kind):
+        return value
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {name: _with_json(value[name], kind[name].type) for name in value}
+    return [_with_json(item, kind.value_type) for item in value]
 
 
 READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
