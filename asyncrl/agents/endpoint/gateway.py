@@ -480,7 +480,9 @@ def _inflated(body: bytes, encoding: str) -> bytes:
             f"Content-Encoding {shown(encoding)} is not supported: send gzip, deflate or none.",
             headers={"Accept-Encoding": "gzip, deflate"},
         )
-    inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)
+    # Some clients send deflate without zlib's header.
+    is_bare = encoding == "deflate" and body[:1] and body[0] & 15 != zlib.DEFLATED
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else 32 + zlib.MAX_WBITS)
     try:
         inflated = inflater.decompress(body, MAX_BODY_BYTES)
     except zlib.error as error:

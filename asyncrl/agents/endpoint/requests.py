@@ -858,6 +858,9 @@ class RequestReader:
 def parse_json(body: bytes) -> dict[str, object]:
     """Return the JSON object of a body. Raises ApiError."""
     try:
+        encoding = json.detect_encoding(body)
+        if encoding != "utf-8":  # a byte order mark, or UTF-16 of Windows clients
+            body = body.decode(encoding).encode()
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise invalid(f"The body is not JSON: {error}.") from None
