@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -175,30 +176,69 @@ def test_prompt_of_the_judge_has_the_whole_chat(
     story()
 
 
+@pytest.mark.asyncio
+async def test_judge_compares_all_pairs_and_fails_both_without_a_verdict() -> None:
+    def verdict(text: str) -> str:
+        first, second = re.findall(r"<(\w+)>", text)
+        if {first, second} == {"a", "zz"}:
+            return "I cannot say"
+        return "A" if len(first) > len(second) else "B"
+
+    async with endpoint(verdict) as server:
+        prompt = "Which is better, A <{first}> or B <{second}>?"
+        values = {"mode": "compare", "prompt": prompt, "retries": 1}
+        async with scorer_of(server, **values) as scorer:
+            found = await scorer.score_group(PROMPT, ["bb", "ccc", None, "d", "bb"])
+            assert found == [0.5, 1.0, 0.0, 0.0, 0.5]
+            first, second, third = await scorer.score_group(PROMPT, ["a", "zz", "ccc"])
+            assert third == 1.0
+            assert {type(first), type(second)} == {RewardFailure}
+            assert "answered 'I cannot say'" in str(first)
+
+
 VERDICTS = {
-    "7": "7",
-    "Score: 7": "7",
-    "It is right.\n\n**7**": "7",
-    "**Grade:** 0.5.": "0.5",
-    "So [[10]]": "10",
-    "Grade: 7/10": None,
-    "3 / 10": None,
-    "3 /10": None,
-    "8 out of 10": None,
-    "Grade: 8 (out of 10)": None,
-    "I cannot say, on a scale from 0 to 10": None,
-    "Right and wrong, 7:10": None,
-    "Grade: 7-8": None,
-    "Grade: 7,5": None,
+    "score": {
+        "7": "7",
+        "Score: 7": "7",
+        "It is right.\n\n**7**": "7",
+        "**Grade:** 0.5.": "0.5",
+        "So [[10]]": "10",
+        "Grade: 7/10": None,
+        "3 / 10": None,
+        "3 /10": None,
+        "8 out of 10": None,
+        "Grade: 8 (out of 10)": None,
+        "I cannot say, on a scale from 0 to 10": None,
+        "Right and wrong, 7:10": None,
+        "Grade: 7-8": None,
+        "Grade: 7,5": None,
+    },
+    "compare": {
+        "A": "A",
+        "tie.": "tie",
+        "Verdict: B": "B",
+        "**Verdict:** A": "A",
+        "So my verdict is [[A]]": "A",
+        "Both are right.\nTie!": "Tie",
+        "Answer B is better than A.": None,
+        "Answer B is better than **A**": None,
+        "The second one contains a": None,
+        "Is it A, or B?": None,
+        "Which one: A?": None,
+    },
 }
 
 
-@pytest.mark.parametrize(("answer", "verdict"), VERDICTS.items())
+@pytest.mark.parametrize(
+    ("mode", "answer", "verdict"),
+    [(mode, *pair) for mode, texts in VERDICTS.items() for pair in texts.items()],
+)
 def test_default_pattern_reads_only_a_verdict_that_stands_alone(
-    answer: str, verdict: str | None
+    mode: str, answer: str, verdict: str | None
 ) -> None:
-    config = JudgeConfig.model_validate(settings("http://x/v1"))
-    found = config.pattern.search(answer)
+    prompt = "{completion}" if mode == "score" else "{first}{second}"
+    values = settings("http://x/v1", mode=mode, prompt=prompt)
+    found = JudgeConfig.model_validate(values).pattern.search(answer)
     assert (found and found[1]) == verdict
 
 
@@ -519,6 +559,23 @@ async def test_busy_endpoint_holds_back_all_requests() -> None:
 
 
 @virtual
+async def test_surprise_in_a_pair_spares_the_others() -> None:
+    class Surprised(Timed):
+        async def _create(self, request: str, temperature: float) -> Any:
+            if "c" not in request:
+                raise RuntimeError("surprise")
+            return await super()._create(request, temperature)
+
+    values = {"mode": "compare", "prompt": "{first} {second}"}
+    found = await Surprised(word="A", **values)(PROMPT, ["a", "b", "c"])
+    assert isinstance(found, list)
+    assert [str(reward)[:29] for reward in found] == [
+        *["raised RuntimeError: surprise"] * 2,
+        "0.5",
+    ]
+
+
+@virtual
 async def test_queue_of_the_judge_is_no_time_of_the_rollout() -> None:
     timed = Timed(requests_per_minute=1)
     config = TaskConfig(
@@ -591,14 +648,15 @@ async def test_run_is_paid_by_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(text: str) -> str:
-        return "0.5" if text.startswith("held out") else str(len(text) % 2)
+        return "0.5" if text.startswith("held out") else "A"
 
     monkeypatch.delenv("JUDGE_KEY")  # a forked run has the tests' environment
     rows = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"{a} 2", "answer": a}) for a in "abcdefgh"]
     rows.write_text("\n".join(lines))
     async with endpoint(answer) as server:
-        values = {"prompt": "{prompt}\n{completion}", "key_variable": "none"}
+        values = {"mode": "compare", "prompt": "{prompt}\n{first}\n{second}"}
+        values["key_variable"] = "none"
         reward = {"judge": settings(server.base_url, **values)}
         path = write_config(tmp_path, trainer={"num_steps": 3})
         config = yaml.safe_load(path.read_text())
@@ -617,13 +675,14 @@ async def test_run_is_paid_by_a_judge(
     assert last["judge/tokens"] == 10 * last["judge/requests"]
     journaled = read_resume(tmp_path / "run" / "journal.sqlite", 3).counted
     assert len(server.asked) >= journaled["judge/requests"] >= last["judge/requests"]
-    assert 0.0 < last["reward/mean"] < 1.0
+    assert last["reward/mean"] == pytest.approx(0.5)
 
 
 # ---- docs/rewards.md
 
 REPLIES = [
     ("Reply with one number from 0", "A good answer: 7", [0.7, 0.7]),
+    ("End with A, B or tie", "Tie.", [0.5, 0.5]),
     ("Is the answer right and short", "5", [1.0, 1.0]),
 ]
 
@@ -641,6 +700,10 @@ async def test_a_judge_of_the_page(
         values.pop("max_length", None)
         async with scorer_of(server, **values) as scorer:
             texts = ["It is Paris", "Paris"]
-            found = [await scorer.score(PROMPT, sampled(text)) for text in texts]
+            found: Any = (
+                await scorer.score_group(PROMPT, texts)
+                if scorer.scores_groups
+                else [await scorer.score(PROMPT, sampled(text)) for text in texts]
+            )
     assert found == expected
     assert all("say x" in question and asks in question for question in server.asked)

@@ -63,9 +63,11 @@ def no_clients(kind: type[Client], /) -> list[Client]:
 class AskedScorer:
     """Asks others for rewards, within limits of its own (ScoredReward)."""
 
-    async def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Return the reward of a completion. Raises UserCodeFailed or RequestRefused
-        (data), or ComponentError.
+    scores_groups = False
+
+    async def __call__(self, prompt: Prompt, given: str | Completions) -> Any:
+        """Return the reward of a completion, or the list of a group. Raises
+        UserCodeFailed or RequestRefused (data), or ComponentError.
         """
         raise NotImplementedError
 
@@ -165,6 +167,8 @@ class TaskScorer:
         )
         self._score, takes_group = score_of(task)
         self.asked = _asked_by(config, clients_of)
+        if self.asked is not None:
+            takes_group = self.asked.scores_groups
         self.scores_groups = self.has_score and takes_group
         """Then score_group is called, not score."""
         self._wants_sampled = bool(optional(self._score, NO_COMPLETION))
@@ -287,7 +291,6 @@ class TaskScorer:
         asked: Mapping[str, Completion],
     ) -> object:
         if self.asked is not None:
-            assert isinstance(given, str), "others are asked about single completions"
             return await self.asked(prompt, given)
         result: object = None
         # Before the wait is declared: most inline rewards have none.

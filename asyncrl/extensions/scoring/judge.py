@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.base.errors import (
     ComponentError,
@@ -26,13 +27,14 @@ from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.extensions.scoring.judge_config import PLACES, JudgeConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import UserCodeFailed, user_code
+from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 from asyncrl.tasks.scorer import AskedScorer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Errors = tuple[type[Exception], ...]
 
 MINUTE_S = 60.0
@@ -123,6 +125,7 @@ class Judge(AskedScorer):
     ) -> None:
         self.config = config
         self._served = ask if config.is_served else None
+        self.scores_groups = config.mode != "score"
         self._timeout_s = timeout_s
         self._client: AsyncOpenAI | None = None
         self._pattern = config.pattern
@@ -130,7 +133,7 @@ class Judge(AskedScorer):
         self._limits = MinuteLimits(
             config.requests_per_minute, config.tokens_per_minute
         )
-        self._known = OrderedDict[bytes, asyncio.Task[float]]()
+        self._known = OrderedDict[bytes, asyncio.Task[Any]]()
         """Of each text the answer, or the request for it. aclose() ends them."""
         self._num_reserved = 0
         """Estimated tokens of the requests in flight."""
@@ -139,13 +142,26 @@ class Judge(AskedScorer):
         self.num_cached = 0
         self.num_tokens = 0
 
-    async def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Return the reward of a completion. Raises UserCodeFailed, RequestRefused, or
-        TaskError for a spent budget.
+    async def __call__(
+        self, prompt: Prompt, given: str | Completions
+    ) -> Reward | list[Reward | UserCodeFailed]:
+        """Return the reward of a completion, or of each in a group. Raises
+        UserCodeFailed, RequestRefused, or TaskError for a spent budget.
         """
         # What an endpoint answers is as unknown as what user code does.
         with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
-            return await self._ask(self._request(prompt, completion))
+            return await self._score(prompt, given)
+
+    async def _score(
+        self, prompt: Prompt, given: str | Completions
+    ) -> Reward | list[Reward | UserCodeFailed]:
+        if isinstance(given, str):
+            return await self._ask(
+                self._request(prompt, completion=given), self._grade_of
+            )
+        texts = {index: text for index, text in enumerate(given) if text is not None}
+        rewards = await self._compare(prompt, texts)
+        return [rewards.get(index, 0.0) for index in range(len(given))]
 
     def gauges(self) -> dict[str, int]:
         return {
@@ -161,14 +177,48 @@ class Judge(AskedScorer):
         if self._client is not None:
             await self._client.close()
 
-    # ---- requests
+    # ---- modes
 
-    def _request(self, prompt: Prompt, completion: str) -> str:
-        places = {
-            "prompt": question_of(prompt),
-            "answer": str(prompt.answer),
-            "completion": completion,
-        }
+    async def _compare(
+        self, prompt: Prompt, texts: dict[int, str]
+    ) -> dict[int, Reward | UserCodeFailed]:
+        """Reward the share of comparisons that a completion wins; a tie is half a win.
+        A pair without a verdict fails both.
+        """
+        pairs = [*combinations(texts, 2)]
+        if not pairs:
+            return dict.fromkeys(texts, 0.5)
+        # Which of the two comes first alternates: judges prefer one place.
+        sides = [(i, j) if (i + j) % 2 else (j, i) for i, j in pairs]
+        results = await asyncio.gather(
+            *(self._first_wins(prompt, texts[i], texts[j]) for i, j in sides)
+        )
+        rewards: dict[int, Reward | UserCodeFailed] = dict.fromkeys(texts, 0.0)
+        for (first, second), share in zip(sides, results, strict=True):
+            for index, won in ((first, 0.0), (second, 1.0)):
+                before = rewards[index]
+                if isinstance(share, UserCodeFailed):
+                    rewards[index] = share
+                elif not isinstance(before, UserCodeFailed):
+                    part = abs(won - share) / (len(texts) - 1)
+                    rewards[index] = before + part
+        return rewards
+
+    async def _first_wins(
+        self, prompt: Prompt, first: str, second: str
+    ) -> float | UserCodeFailed:
+        if first == second:
+            return 0.5
+        request = self._request(prompt, first=first, second=second)
+        try:
+            # A surprise costs this pair, not the others.
+            with user_code(asyncio.CancelledError, ComponentError):
+                return await self._ask(request, lambda text: VERDICTS[text.lower()])
+        except UserCodeFailed as failure:
+            return failure
+
+    def _request(self, prompt: Prompt, **texts: str) -> str:
+        places = {"prompt": question_of(prompt), "answer": str(prompt.answer)} | texts
         # In one pass: a completion that contains {answer} must not get the answer.
         return PLACES.sub(lambda place: places[place[1]], self.config.prompt)
 
@@ -178,9 +228,11 @@ class Judge(AskedScorer):
             raise ValueError(f"{text} is not within 0..{self.config.best:g}")
         return grade / self.config.best
 
-    async def _ask(self, request: str) -> float:
-        """Return the grade of the answer, from the cache if the same was asked before.
-        Raises UserCodeFailed after all tries.
+    # ---- requests
+
+    async def _ask(self, request: str, read: Callable[[str], T]) -> T:
+        """Return what `read` makes of group 1 of the answer, from the cache if the same
+        was asked before. Raises UserCodeFailed after all tries.
         """
         # surrogatepass: a completion may have any character
         key = blake2b(request.encode("utf-8", "surrogatepass")).digest()
@@ -189,21 +241,22 @@ class Judge(AskedScorer):
         question = self._known.get(key)
         self.num_cached += question is not None
         if question is None:
-            question = asyncio.ensure_future(self._tries(request))
+            question = asyncio.ensure_future(self._tries(request, read))
             self._known[key] = question
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         with waiting("an answer of the judge", on=self.config.base_url or "judge"):
             try:
-                return await asyncio.shield(question)
+                found: T = await asyncio.shield(question)
             except Exception:
                 # A later rollout asks again.
                 if self._known.get(key) is question:
                     del self._known[key]
                 raise
+        return found
 
-    async def _tries(self, request: str) -> float:
+    async def _tries(self, request: str, read: Callable[[str], T]) -> T:
         busy, refused = _client_errors() if self._served is None else ((), ())
         temperature = self.config.temperature
         why = ""
@@ -220,7 +273,7 @@ class Judge(AskedScorer):
                 found = self._pattern.search(answer)
                 if found is None or found[1] is None:
                     raise ValueError(f"{self._pattern.pattern} does not match")
-                return self._grade_of(found[1])
+                return read(found[1])
             except busy as error:
                 text = self._text_of(error)
                 why = f"did not answer: {text}"
@@ -371,6 +424,10 @@ def _answer_of(reply: Any) -> tuple[str, bool]:
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"not a chat completion: {str(reply)!r}") from error
     return answer, is_cut
+
+
+VERDICTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
+"""Share of a win of {first}, by the judge's word."""
 
 
 def retry_after_s(value: str, now: datetime) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -16,15 +16,23 @@ from asyncrl.config.fields import (
     ScoredReward,
 )
 
-PLACES = re.compile(r"\{(prompt|answer|completion)\}")
+PLACES = re.compile(r"\{(prompt|answer|completion|first|second)\}")
 """Places of a judge's prompt that a request fills in."""
-# Only there is a number surely the verdict: "7 out of 10" is no 10. An answer without a
-# match is repeated.
+NEEDED = {
+    "score": ("completion",),
+    "compare": ("first", "second"),
+}
+"""Places that each mode needs."""
+# Only there is a letter or a number surely the verdict: "7 out of 10" is no 10, and
+# "B is better than A" is no A. An answer without a match is repeated.
 _BEGIN = r"(?:\A|\n|(?<!\d):|\[\[)[\s*_`\"'(\[]*"
 _END = r"[\s*_`\"')\].!]*\Z"
-GRADE = rf"{_BEGIN}(-?\d+(?:\.\d+)?){_END}"
-"""Default pattern: the end of the answer, so that the judge may reason first. A grade
-has its own line, follows a colon, or is in [[ ]].
+PATTERNS = {
+    "score": rf"{_BEGIN}(-?\d+(?:\.\d+)?){_END}",
+    "compare": rf"{_BEGIN}(A|B|tie){_END}",
+}
+"""Default patterns: the end of the answer, so that the judge may reason first. A grade
+or a letter has its own line, follows a colon, or is in [[ ]].
 """
 
 
@@ -42,13 +50,17 @@ class JudgeConfig(FrozenConfig):
     max_length: Annotated[int, Field(ge=2), NotWith("base_url")] = 4096
     """Longest request and answer together, in tokens, without base_url."""
     prompt: str
-    """Text of the request, with {completion}, and perhaps {prompt} and {answer}."""
-    parse: str | None = None
-    """Regular expression whose group 1 is the grade (none = the end of the answer;
-    docs/rewards.md).
+    """Text of the request, with {prompt}, {answer} and the places of its mode."""
+    mode: Literal["score", "compare"] = "score"
+    """score: a grade of {completion}. compare: A, B or tie for each pair of a group,
+    {first} and {second}.
     """
-    best: PositiveFloat = 1.0
-    """Highest grade: the reward is grade / best, from 0 to 1."""
+    parse: str | None = None
+    """Regular expression whose group 1 is the grade, or A, B or tie (none = the end of
+    the answer; docs/rewards.md).
+    """
+    best: Annotated[PositiveFloat, OnlyWith("mode", ("score",))] = 1.0
+    """Highest grade of `score`: the reward is grade / best, from 0 to 1."""
     key_variable: Annotated[str | None, OnlyWith("base_url")] = "OPENAI_API_KEY"
     """Environment variable with the key (none = the endpoint needs no key)."""
     max_tokens: int = Field(default=512, ge=1)
@@ -75,11 +87,17 @@ class JudgeConfig(FrozenConfig):
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        return re.compile(self.parse or GRADE, re.IGNORECASE)
+        return re.compile(self.parse or PATTERNS[self.mode], re.IGNORECASE)
 
     def conflicts(self) -> Iterator[str]:
-        if "completion" not in PLACES.findall(self.prompt):
-            yield ".prompt lacks {completion}, the text to grade; add it"
+        found = set(PLACES.findall(self.prompt))
+        places = ", ".join(f"{{{name}}}" for name in NEEDED[self.mode])
+        if not found.issuperset(NEEDED[self.mode]):
+            yield f".prompt lacks {places}, which .mode={self.mode} fills in; add it"
+        others = found - {"prompt", "answer", *NEEDED[self.mode]}
+        if others:
+            name = min(others)
+            yield f".prompt has {{{name}}}, and .mode={self.mode} fills in {places}; write one of them"
         try:
             groups = self.pattern.groups
         except re.error as error:
@@ -100,7 +118,7 @@ class JudgedReward(ScoredReward):
     title: ClassVar = "the judge"
 
     judge: JudgeConfig
-    """Model that grades a completion."""
+    """Model that scores one completion, or compares two."""
 
     @property
     def called(self) -> str:

@@ -16,6 +16,7 @@ from asyncrl.extensions.scoring.reward_model_config import (
 )
 from asyncrl.extensions.scoring.scoring_api import RewardRequest, RewardResponse
 from asyncrl.messages.records import Prompt
+from asyncrl.tasks.rewards import Completions, Reward
 from asyncrl.tasks.scorer import AskedScorer, ClientsOf
 
 KEY = "task.reward.model"
@@ -84,8 +85,9 @@ class ModelScorer(AskedScorer):
     def __init__(self, clients: Sequence[RewardModelClient]) -> None:
         self._clients = clients
 
-    async def __call__(self, prompt: Prompt, completion: str) -> float:
-        return await least_busy(self._clients).score(prompt, completion)
+    async def __call__(self, prompt: Prompt, given: str | Completions) -> Reward:
+        assert isinstance(given, str), "a reward model reads single completions"
+        return await least_busy(self._clients).score(prompt, given)
 
 
 def ask_model(task: TaskConfig, clients_of: ClientsOf) -> ModelScorer | None:
