@@ -427,17 +427,10 @@ def test_state_with_other_models_is_refused(
     with_critic.begin_save_state(tmp_path / "with").result()
     without.begin_save_state(tmp_path / "without").result()
     before = critic_weights(with_critic)
-    with pytest.raises(Refused, match="has no critic, and this run has a critic"):
-        with_critic.load_state(tmp_path / "without")
-    with pytest.raises(Refused, match="has a critic, and this run has no critic"):
-        without.load_state(tmp_path / "with")
+    for step, other in ((with_critic, "without"), (without, "with")):
+        with pytest.raises(Refused, match=r"another model.*critic\.weights"):
+            step.load_state(tmp_path / other)
     assert_equal(critic_weights(with_critic), before)
-    # A state that claims to have one and lacks its tensors is no state either.
-    saved = json.loads((tmp_path / "without" / "state.json").read_text())
-    saved["has_critic"] = True
-    (tmp_path / "without" / "state.json").write_text(json.dumps(saved))
-    with pytest.raises(Refused, match=r"another model.*critic\.weights"):
-        with_critic.load_state(tmp_path / "without")
 
 
 def test_stale_tokens_pass_rewards_on_and_train_nothing(make_step: MakeStep) -> None:
