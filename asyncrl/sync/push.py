@@ -641,14 +641,10 @@ class PushLoop(Publisher):
             # The trainer's version is now above this number, so run() exports again at
             # once. Until then the engines serve the old version.
             self._exported_version = self.version
-            if self.is_held:
-                # Its memory has other weights than the announced ones: bring_up exports.
-                self._num_restarts = -1
-            else:
-                # The next export removes the announced file: bring_up waits for that
-                # version.
-                self._announced = None
-                self._is_push_due = True
+            # The trainer's memory has other weights than the announced ones, or the next
+            # export removes their file: bring_up waits for that version.
+            self._announced = None
+            self._is_push_due = True
             return
         # Also without a live engine: nothing samples then, and engines that come back
         # get this version before they serve.
