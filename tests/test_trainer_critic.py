@@ -233,7 +233,7 @@ def test_packed_values_and_their_gradient_equal_those_of_single_sequences(
         if grad is not None:
             torch.testing.assert_close(master.grad, grad, rtol=1e-3, atol=1e-5)
     step.optimizer_step(batch, sums, 0)
-    metrics = step.critic.metrics()
+    metrics = step.critic.metrics(batch)
     assert metrics["critic/loss"] == pytest.approx(loss.item(), abs=1e-5)
     returns = batch.return_N[places].astype(np.float64)
     explained = 1 - (returns - batch.value_N[places]).var() / returns.var()
