@@ -424,10 +424,10 @@ def test_failure_of_rank_0_alone_is_told_by_the_health(error: Exception) -> None
     """The other ranks would run into their timeout: without a beat, or in a call that
     rank 0 has left.
     """
-    service = service_of_ranks(beat=Mock(side_effect=error))
+    service = service_of_ranks(send=Mock(side_effect=error))
     with ThreadPoolExecutor(1) as service._torch_thread:
         service._beat()
-    with pytest.raises(Refused, match=f"between two calls: {error}"):
+    with pytest.raises(Refused, match=f"failed in /beat.*{error}"):
         service.health()
     service = service_of_ranks()
     service.rank.begin_save_state.side_effect = error  # type: ignore[attr-defined]

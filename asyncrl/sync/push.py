@@ -23,7 +23,6 @@ from asyncrl.base.waits import (
     SHORTEST_S,
     Signal,
     note_span,
-    shielded,
     waiting,
     within,
 )
@@ -510,9 +509,6 @@ class PushLoop(Publisher):
                     # The export overwrites the weights that bring_up may be sending to
                     # an engine.
                     await exclusive.enter_async_context(self._lock)
-                if newest <= self._exported_version:
-                    self._set_pushing(False)  # bring_up has published it
-                    continue
                 # `newest` is only a lower bound: the trainer may have trained on during
                 # the waits, and exports its newest weights.
                 manifest, export_s = await self._export(newest)
@@ -529,21 +525,28 @@ class PushLoop(Publisher):
         """
         # A new process has the initial weights. After a resume these are too old, so
         # the engine waits until there is something to bring.
-        lost: list[EngineLost] = []
+        while (newer := await self._bring(name)) is not None:
+            # run() pushes it to the other engines. If only this one had it, the trainer
+            # might be lost again before that push, and make the version a second time
+            # with other bits. Versions only grow, so this engine would refuse these.
+            await self.wait_announced(newer)
+
+    async def _bring(self, name: str) -> int | None:
+        """Push the announced weights to an engine. Return the trainer's version instead
+        if the weights died with a trainer whose successor is ahead.
+        """
         async with self._when_announced():
-            if self._announced is not None:
-                manifest = self._announced
+            if (manifest := self._announced) is not None:
                 # Weights that a lost trainer held cannot be read. Each try until it is
                 # back would cost the engine a restart.
                 if self.is_held:
                     await self.trainer.wait_up()
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
-                    # The announced weights died with the trainer, and its successor may
-                    # be ahead.
+                    version = manifest.version
                     manifest = await self.trainer.export()
-                    if manifest.version > self._announced.version:
-                        await self._publish_with(name, manifest)
-                        return
+                    if manifest.version > version:
+                        return manifest.version
+                lost: list[EngineLost] = []
                 targets = [target for target in self.targets if target.name == name]
                 push = self._push(manifest.version, targets, lost.append)
                 try:
@@ -562,6 +565,7 @@ class PushLoop(Publisher):
             # Under the lock: a push that began before this line would leave the engine
             # out, and the engine would then serve an older version.
             self._down.discard(name)
+            return None
 
     @contextlib.asynccontextmanager
     async def _when_announced(self) -> AsyncIterator[None]:
@@ -576,54 +580,6 @@ class PushLoop(Publisher):
 
     def _is_announced(self) -> bool:
         return self._announced is not None or not self._is_push_due
-
-    async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
-        """Publish a version above the announced one to all engines and to this new one.
-        Raises EngineLost.
-
-        If only the new engine had it, a second push of the same version could follow
-        with other bits. Example:
-
-        1. Version 1 is announced. The trainer is restarted and trains version 2, which
-           a new engine gets.
-        2. The trainer is restarted again, and trains version 2 with other bits.
-        3. The push of version 2 fails on the new engine, because versions only grow.
-        """
-        lost: list[EngineLost] = []
-
-        def note(error: EngineLost) -> None:
-            # The supervisor of this engine is waiting in bring_up, which raises the
-            # loss to it. Other supervisors are notified by on_lost.
-            if error.component == name:
-                lost.append(error)
-            else:
-                self.on_lost(error)
-
-        self._down.discard(name)
-        # run() may be waiting for the lock to push this very version; it must not push
-        # it again.
-        self._exported_version = manifest.version
-        try:
-            # To its end, also when this engine is lost again or parked. Otherwise some
-            # engines may have the version, which is not announced: step 3 above.
-            _, cancelled = await shielded(self._publish(manifest, 0.0, note))
-        finally:
-            if self.version < manifest.version:
-                # run() pushes the version to the other engines.
-                self._exported_version = self.version
-                self._down.add(name)
-        if cancelled is not None:
-            self._down.add(name)
-            raise cancelled
-        if not lost and self.version < manifest.version:
-            lost.append(
-                EngineLost(
-                    name, "the trainer was lost before this engine had its weights"
-                )
-            )
-        if lost:
-            self._down.add(name)
-            raise lost[0]
 
     async def leave(self, name: str) -> None:
         """Exclude this engine from the next push on."""
@@ -666,16 +622,14 @@ class PushLoop(Publisher):
         self._exported_version = manifest.version
         return manifest, clock() - start
 
-    async def _publish(
-        self, manifest: ExportResponse, export_s: float, on_lost: OnLost | None = None
-    ) -> None:
+    async def _publish(self, manifest: ExportResponse, export_s: float) -> None:
         # Read before the push, because the trainer may be restarted during it.
         num_restarts = self.trainer.num_restarts
         # The trainer exports a step as soon as it has trained it. Until its report is
         # here, the run's version is lower, and tokens of this one would be too new.
         await self.trainer.wait_version_above(manifest.version - 1)
         push = replace(
-            self._push(manifest.version, self._live, on_lost or self.on_lost),
+            self._push(manifest.version, self._live, self.on_lost),
             is_down=self.is_down,
         )
         try:
@@ -687,14 +641,10 @@ class PushLoop(Publisher):
             # The trainer's version is now above this number, so run() exports again at
             # once. Until then the engines serve the old version.
             self._exported_version = self.version
-            if self.is_held:
-                # Its memory has other weights than the announced ones: bring_up exports.
-                self._num_restarts = -1
-            else:
-                # The next export removes the announced file: bring_up waits for that
-                # version.
-                self._announced = None
-                self._is_push_due = True
+            # The trainer's memory has other weights than the announced ones, or the next
+            # export removes their file: bring_up waits for that version.
+            self._announced = None
+            self._is_push_due = True
             return
         # Also without a live engine: nothing samples then, and engines that come back
         # get this version before they serve.

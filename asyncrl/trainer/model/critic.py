@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -54,38 +52,11 @@ class ValueModel(Policy):
         return value_U.index_select(0, micro.pair_M)
 
 
-@dataclass
-class ValueSums:
-    """Sums of a version: the loss, clipped share and gradient norm of each step, and
-    values and returns before the first.
-    """
-
-    value_M: npt.NDArray[np.float64]
-    return_M: npt.NDArray[np.float64]
-    steps: list[tuple[float, float, float]] = field(default_factory=list)
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics by full name; loss, share and norm are means over finite
-        steps.
-        """
-        metrics = dict[str, float]()
-        finite = [step for step in self.steps if all(map(math.isfinite, step))]
-        names = ("critic/loss", "critic/clip_fraction", "critic/grad_norm")
-        for name, numbers in zip(names, zip(*finite, strict=True), strict=False):
-            metrics[name] = sum(numbers) / len(numbers)
-        metrics["critic/value_mean"] = float(self.value_M.mean())
-        # Equal returns have no variance to explain.
-        if (variance := float(self.return_M.var())) > 0:
-            unexplained = float((self.return_M - self.value_M).var())
-            metrics["critic/explained_variance"] = 1.0 - unexplained / variance
-        return metrics
-
-
 class Critic:
     """A value model and its optimizer, of one rank. All calls are collective.
 
     Life: values(), then for each optimizer step add_gradient(), clip(), and step() or
-        drop_gradient().
+        drop_gradient(); then metrics().
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, meter: StepMeter) -> None:
@@ -112,7 +83,8 @@ class Critic:
         self.model = self._built.policy
         optimizer = make_optimizer(self._built.masters, self._loop)
         self.trained = Trained(self._built.masters, optimizer)
-        self._sums: ValueSums
+        self._steps = list[tuple[float, float, float]]()
+        """Loss, clipped share and gradient norm of each step of the version."""
         self._loss = 0.0
         self._clipped = 0.0
 
@@ -124,6 +96,7 @@ class Critic:
         Masked tokens too: they are states on the way to the reward of later tokens.
         """
         self._meter.enter("critic")
+        self._steps.clear()
         is_sampled = batch.arrays.is_sampled
         outputs = list[tuple[MicroBatch, Tensor]]()
         for micro, counts in self._micro_batches(batch, is_sampled):
@@ -169,26 +142,33 @@ class Critic:
         self._clipped = stats["clipped"] / num_chosen
         self._meter.enter("")
 
-    def begin_version(self, batch: BatchNumbers) -> None:
-        """Keep the batch's values and returns for the version's metrics."""
-        assert batch.value_N is not None
-        assert batch.return_N is not None
-        has_loss = batch.has_loss
-        self._sums = ValueSums(
-            batch.value_N[has_loss].astype(np.float64),
-            batch.return_N[has_loss].astype(np.float64),
-        )
-
     def clip(self, step: int) -> dict[str, float]:
         """Clip the gradient for optimizer step `step` of the run; return loss and
         norm, which must be finite for a step.
         """
         norm = self.trained.prepare_step(self._loop, step, self._ranks)
-        self._sums.steps.append((self._loss, self._clipped, norm))
+        self._steps.append((self._loss, self._clipped, norm))
         return {"the critic's loss": self._loss, "its gradient norm": norm}
 
-    def metrics(self) -> dict[str, float]:
-        return self._sums.metrics()
+    def metrics(self, batch: BatchNumbers) -> dict[str, float]:
+        """Return metrics of the batch's version by full name; loss, share and norm are
+        means over finite steps.
+        """
+        metrics = dict[str, float]()
+        finite = [step for step in self._steps if all(map(math.isfinite, step))]
+        names = ("critic/loss", "critic/clip_fraction", "critic/grad_norm")
+        for name, numbers in zip(names, zip(*finite, strict=True), strict=False):
+            metrics[name] = sum(numbers) / len(numbers)
+        assert batch.value_N is not None
+        assert batch.return_N is not None
+        value_M = batch.value_N[batch.has_loss].astype(np.float64)
+        return_M = batch.return_N[batch.has_loss].astype(np.float64)
+        metrics["critic/value_mean"] = float(value_M.mean())
+        # Equal returns have no variance to explain.
+        if (variance := float(return_M.var())) > 0:
+            unexplained = float((return_M - value_M).var())
+            metrics["critic/explained_variance"] = 1.0 - unexplained / variance
+        return metrics
 
     def _micro_batches(
         self, batch: BatchNumbers, chosen: BoolN

@@ -216,8 +216,6 @@ class TrainerRank(TrainedModel):
             self._use_in_step("compute values", CRITIC_WEIGHTS)
             batch.value_N = self.critic.values(batch)
         batch.advantage_N = self._objective.advantages(batch)
-        if self.critic is not None:
-            self.critic.begin_version(batch)
         return batch
 
     @torch.no_grad()
@@ -462,7 +460,7 @@ class TrainerRank(TrainedModel):
             **self.kernels,
         }
         if self.critic is not None:
-            metrics |= self.critic.metrics()
+            metrics |= self.critic.metrics(batch)
         # Rank 0 has the numbers of all ranks. A second line from another rank would look
         # like a batch that was trained twice.
         if self.ranks.is_first:

@@ -165,19 +165,9 @@ class TrainerService:
             # On the torch thread, between two calls: a beat in the middle of a call
             # would mix two collectives. During a long call the beat waits, as the other
             # ranks are in that call too.
-            beating = self._torch_thread.submit(self.rank.ranks.beat)
-            try:
-                beating.result()
-            # Any error: without a beat the other ranks would run into their timeout,
-            # while this one still calls itself well.
-            except Exception as error:
-                log.exception("the beat between two calls has failed")
-                lost = loss_behind(error, self._spec)
-                self._failure = lost or Refused(
-                    LOST_STATUS,
-                    f"the other ranks cannot be reached between two calls: {error!s:.500}",
-                    way_out="read the trainer's log.",
-                )
+            beating = self._torch_thread.submit(self._together, "beat", b"")
+            if (error := beating.exception()) is not None:
+                log.error("the beat between two calls has failed", exc_info=error)
 
     def health(self) -> api.TrainerHealth:
         """Return version, device and offloaded parts. Raises Refused once other ranks are
@@ -288,6 +278,7 @@ class RankCall(NamedTuple):
 
 
 CALLS = {
+    "beat": RankCall(bytes, lambda self, _: self.rank.ranks.gather(None)),
     "train": RankCall(bytes, TrainerService.train),
     "evaluate": RankCall(bytes, TrainerService.evaluate),
     "begin_export": RankCall(bytes, TrainerService.begin_export),

@@ -123,22 +123,10 @@ class Ranks:
         dist.broadcast(lengths, 0, group=self.commands)
         dist.broadcast(text, 0, group=self.commands)
 
-    def beat(self) -> None:
-        """Show the other ranks that rank 0 lives, and wait for a sign of each. A
-        command of length 0.
-        """
-        no_lengths = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(no_lengths, 0, group=self.commands)
-        sign = torch.zeros(1)
-        dist.all_reduce(sign, group=self.commands)
-
     def wait_command(self) -> tuple[str, bytes]:
-        """Wait for a command of rank 0; return its name and body. Answers heartbeats."""
+        """Wait for a command of rank 0; return its name and body."""
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self.commands)
-        while not lengths[0]:
-            dist.all_reduce(torch.zeros(1), group=self.commands)  # a heartbeat
-            dist.broadcast(lengths, 0, group=self.commands)
         len_head, len_body = lengths.tolist()
         text = torch.zeros(len_head + len_body, dtype=torch.uint8)
         dist.broadcast(text, 0, group=self.commands)

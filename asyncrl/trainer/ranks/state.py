@@ -92,7 +92,6 @@ class Progress(BaseModel, frozen=True):
 class SavedState(BaseModel, frozen=True):
     lora: LoraConfig | None
     progress: Progress
-    has_critic: bool = False
 
 
 class TrainerState:
@@ -148,11 +147,7 @@ class TrainerState:
         # On CUDA the step that made these weights may still run. The copy waits for
         # work that was launched until now, and not for the next step.
         reading = after_queued_work(self._device)
-        saved = SavedState(
-            lora=self._spec.trainer.lora,
-            progress=progress,
-            has_critic=self._spec.critic is not None,
-        )
+        saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
@@ -179,7 +174,6 @@ class TrainerState:
         self.wait_written()
         saved = read_state(path)
         index = _read_index(path)
-        _refuse_other_models(path, saved, has_critic=self._spec.critic is not None)
         self._refuse_foreign(path, index)
         # One model after the other: a device may be too small for the parts of both.
         for prefix, model in self._models.items():
@@ -219,8 +213,12 @@ class TrainerState:
         return saved.progress
 
     def _refuse_foreign(self, path: Path, index: Metadata) -> None:
-        """Raise Refused for a state of other weights, before any of them changes."""
-        starts = tuple(f"{prefix}weights." for prefix in self._models)
+        """Raise Refused for a state of other weights, before any of them changes.
+
+        Also for one with a critic in a run without, and the reverse: a fresh critic would
+        train the policy on other advantages, without a word.
+        """
+        starts = tuple(f"{prefix}weights." for prefix in (POLICY, CRITIC))
         live = self._live()
         stored = _stored_sizes(index, "")
         here = {key: tuple(live[key].shape) for key in live if key.startswith(starts)}
@@ -233,7 +231,8 @@ class TrainerState:
                 f"{path} is the state of another model: {len(others)} weights differ, such as {first} "
                 f"(saved: {saved.get(first)}, here: {here.get(first)})",
                 rule="a state has the names and sizes of all trained weights",
-                way_out="resume with the model and the trainer.lora of the state.",
+                way_out="resume with the model, the trainer.lora and the critic of the state, or start a new "
+                "run with model.path set to an export of this one.",
             )
 
     def _live(self) -> dict[str, Tensor]:
@@ -382,25 +381,6 @@ def _refuse_incomplete(path: Path) -> None:
         rule = "all ranks write their shards of a checkpoint into one folder"
         way_out = "put the run directory on a file system that all nodes of the trainer share."
         raise Refused(507, what, rule=rule, way_out=way_out)
-
-
-def _refuse_other_models(path: Path, saved: SavedState, *, has_critic: bool) -> None:
-    """Refuse a state with a critic for a run without one, and the reverse: a fresh
-    critic would train the policy on other advantages, without a word.
-    """
-    if saved.has_critic == has_critic:
-        return
-    lacks = "a critic"
-    keeps = "no critic"
-    if has_critic:
-        lacks, keeps = keeps, lacks
-    raise Refused(
-        409,
-        f"{path} has {lacks}, and this run has {keeps}",
-        rule="a checkpoint has the critic of its run",
-        way_out="resume with the section `critic` of that run, or start a new run with model.path "
-        "set to an export of this one.",
-    )
 
 
 def _result_of(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -280,12 +280,6 @@ def build_engine(
         loaded = LoadedModel(spec)
     except ConfigError as error:
         fail(error.what, rule=error.rule, way_out=error.way_out)
-    if spec.deterministic is True and loaded.mixers:
-        fail(
-            "deterministic=true: rounding of layers with states depends on how many tokens they "
-            "read at once",
-            way_out="set rollout.deterministic=auto.",
-        )
     runner = Runner(
         loaded,
         spec.slots + spec.num_kept,
