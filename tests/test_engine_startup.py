@@ -195,8 +195,8 @@ def test_the_check_at_start_names_what_changes_the_logits(
 
 
 def started(folder: Path, kernels: str) -> tuple[list[str], ErrorBody | None]:
-    """Start engines with deterministic=auto and then true in a process of their own,
-    since oneDNN chooses its kernels once; return their notes, and the error of the last.
+    """Start engines with deterministic=auto and then true in another process, since
+    oneDNN chooses its kernels once. Return the notes, and the error of the last start.
     """
     code = (
         "import sys; from asyncrl_servers.embedded import decoder, embedded_engine as made\n"
