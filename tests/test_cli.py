@@ -6,37 +6,20 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from command_lines import run_lines
 
 from asyncrl.base.errors import OF_TRAIN
 from asyncrl.cli import app
 from asyncrl.config import load_any
 
 ROOT = Path(__file__).parent.parent
-RUN_LINES = """
-import contextlib, importlib.machinery as machinery, io, json, shlex, sys
-hidden, find = sys.argv[1:], machinery.PathFinder.find_spec
-machinery.PathFinder.find_spec = lambda name, *of: None if name.split(".")[0] in hidden else find(name, *of)
-from asyncrl.cli import main
-answers = []
-for line in json.load(sys.stdin):
-    sys.argv = ["asyncrl", *shlex.split(line)]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code or 0
-    answers.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(answers))
-"""
 LINES = """
 --help -> 0: scale ... serve
 --version -> 0: asyncrl 0.
@@ -109,25 +92,6 @@ keys buffer --count -> 2: --count is of --all
 runs docs/none -> 2: there is no folder docs/none ... Way out:
 init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 """.strip().splitlines()
-
-
-def run_lines(
-    folder: Path, *lines: str, without: Iterable[str] = ("torch",)
-) -> list[tuple[int, str, str]]:
-    """Return exit code, output and errors of each command, in one process without
-    these packages.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_LINES, *without],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"},
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
 def test_commands_work_without_torch() -> None:

@@ -66,7 +66,17 @@ def answers_of(
     }
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda name: name.replace(" ", "-"))
+SLOW = {"plain", "odd sizes"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in SIZES
+    ],
+    ids=lambda name: name.replace(" ", "-"),
+)
 def sized_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, int]:

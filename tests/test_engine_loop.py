@@ -27,7 +27,6 @@ from asyncrl.messages.sampling import DRAW_PARAMETERS, SamplingParameters
 from asyncrl.messages.tokens import SUPPORT
 from asyncrl_servers.embedded.decoder import Drawn, sample
 from asyncrl_servers.embedded.embedded_engine import build_engine
-from asyncrl_servers.embedded.kv_attention import CacheShape, LayerShape, SlotCache
 
 
 @pytest.fixture(scope="module")
@@ -238,27 +237,3 @@ def test_a_token_of_probability_zero_is_never_drawn(size: int, seed: int) -> Non
     tokens, logprobs = draw(logits.masked_fill(is_out, float("-inf")), position=seed)
     assert not is_out[torch.arange(64), torch.from_numpy(tokens)].any()
     assert np.isfinite(logprobs).all()
-
-
-SLOTS = 6
-SLOT = st.integers(0, SLOTS - 1)
-
-
-@given(copies=st.lists(st.tuples(SLOT, SLOT, st.integers(1, 70)), max_size=12))
-@pytest.mark.parametrize("together", [True, False])
-def test_copies_of_a_step_are_as_if_made_one_by_one(
-    copies: list[tuple[int, int, int]], together: bool
-) -> None:
-    shape = CacheShape((LayerShape(kv_heads=1, head_dim=1, value_dim=1),))
-    cache = SlotCache(shape, SLOTS, 70, torch.float32, torch.device("cpu"))
-    cache.keys[0][:, 0, :70, 0] = torch.arange(70.0 * SLOTS).view(SLOTS, 70)
-    expected = [[*range(70 * slot, 70 * slot + 70)] for slot in range(SLOTS)]
-    for source, target, length in copies:
-        expected[target] = expected[source][:length]
-        if together:
-            cache.move_slot(source, target, length)
-        else:
-            cache.copy_slots([(source, target, length)])
-    cache.settle()
-    for slot, tokens in enumerate(expected):
-        assert cache.keys[0][slot, 0, : len(tokens), 0].tolist() == tokens

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from installed_extension import RECORD, SETTINGS, asyncrl, install, python
+from command_lines import run_lines
+from installed_extension import RECORD, SETTINGS, install, python
 from job_runs import ROOT, environment, write_config
 
 from asyncrl.base.extensions import AddedField, discover, extensions
@@ -295,34 +296,39 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
     install(tmp_path, name="beeper")
     points = tmp_path / "acme_beeper-1.0.dist-info/entry_points.txt"
     points.write_text(points.read_text().replace("beeper =", "pager ="))
-    done = asyncrl("check", QUICKSTART, packages=tmp_path)
-    assert done.returncode == 2
-    assert "has an extension of this name, too" in done.stderr
-    done = asyncrl("check", QUICKSTART, packages=tmp_path, switch="core")
-    assert done.returncode == 0, done.stderr
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    check = f"check {QUICKSTART}"
+    ((code, _, error),) = run_lines(ROOT, check, **path)
+    assert code == 2
+    assert "has an extension of this name, too" in error
+    ((code, _, error),) = run_lines(ROOT, check, **path, ASYNCRL_EXTENSIONS="core")
+    assert code == 0, error
 
 
 def test_extensions_can_be_switched_off_and_are_named(tmp_path: Path) -> None:
-    packages = install(tmp_path)
-    check = ("check", QUICKSTART, "generator.pager=n5")
+    path = {"PYTHONPATH": f"{install(tmp_path)}:{ROOT}"}
+    check = f"check {QUICKSTART} generator.pager=n5"
 
-    def said(switch: str, *arguments: str) -> str:
-        done = asyncrl(*arguments, packages=packages, switch=switch)
-        return done.stdout + done.stderr
+    def said(switch: str, *lines: str) -> list[str]:
+        answers = run_lines(ROOT, *lines, **path, ASYNCRL_EXTENSIONS=switch)
+        return [out + err for _, out, err in answers]
 
     off = "generator.pager on the command line is not a known key: it is of the extension pager"
-    assert off in said("core", *check)
-    assert "pager n5 answers" in said("core,pager", *check)
-    assert "generator.pager=n0 is not a number" in said(
-        "", *check[:-1], "generator.pager=n0"
-    )
-    assert "the extension beeper cannot be used" in said("core,beeper", *check)
-    listed = said("core,pager", "extensions")
+    checked, shown = said("core", check, "work --help")
+    assert off in checked
+    assert "--pager" not in shown
+    checked, listed = said("core,pager", check, "extensions")
+    assert "pager n5 answers" in checked
     assert "pager 1.0 of acme-pager\n    about: Rollouts that page somebody." in listed
     assert "fields: pagers, generator.pager, generator.volume" in listed
-    assert "paging n5" in said("", "page", "n5")
-    assert "--pager NUMBER" in said("", "work", "--help")
-    assert "--pager" not in said("core", "work", "--help")
+    checked, paged, shown = said(
+        "", check.replace("n5", "n0"), "page n5", "work --help"
+    )
+    assert "generator.pager=n0 is not a number" in checked
+    assert "paging n5" in paged
+    assert "--pager NUMBER" in shown
+    (checked,) = said("core,beeper", check)
+    assert "the extension beeper cannot be used" in checked
 
 
 @pytest.mark.slow
@@ -433,7 +439,7 @@ def test_config_of_a_run_is_read_without_the_extension(tmp_path: Path) -> None:
     assert done.stdout == "0\n" * len(OWN), done.stderr
 
 
-@cache
+@functools.cache
 def code_of(path: Path) -> str:
     """Return the code of a file, without its comments and docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -435,7 +435,7 @@ def test_long_nonsense_is_read_in_time(name: str) -> None:
     for filler in (
         "{" * 10**5,
         "[" * 10**5,
-        " " * 10**6,
+        " " * 10**5,
         "<" * 10**5,
         raw[:-1] * 10**3,
         "\\" * 10**5,
@@ -563,7 +563,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(schema=SCHEMAS, value=VALUES)
 def test_text_that_a_schema_allows_stays_text(
     schema: dict[str, Any], value: Any

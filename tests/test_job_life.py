@@ -239,7 +239,7 @@ def test_forked_child_neither_holds_the_lock_nor_returns(tmp_path: Path) -> None
 
 
 SIGNALLED = """
-    import asyncio, os, signal, socket, sys, time
+    import asyncio, os, signal, sys, time
     from pathlib import Path
     from types import SimpleNamespace
     from asyncrl.base.user_code import run_loop
@@ -247,11 +247,9 @@ SIGNALLED = """
 
     lifecycle.MAX_DEAF_S = 1.0
     lifecycle.SAME_SIGNAL_S = 60.0
-    ends, keeps = socket.socketpair()
     def sleeps(): time.sleep(1000)
     def computes():
         while True: pass
-    def receives(): ends.recv(1)
     def forks():
         child = os.fork()
         if child == 0:
@@ -382,7 +380,7 @@ def test_handlers_of_signals_return_after_a_run(tmp_path: Path) -> None:
     assert handlers() == earlier
 
 
-@pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])
+@pytest.mark.parametrize("user_code", ["sleeps", "computes", "waits"])
 def test_signal_ends_a_run_that_user_code_blocks(
     tmp_path: Path, user_code: str
 ) -> None:

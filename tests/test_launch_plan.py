@@ -112,6 +112,21 @@ def test_both_sides_stay_resident_if_they_fit(
 # ---- parts that leave the trainer's device
 
 GAE = ["algorithm.advantage=gae", "rollout.group_size=1", "critic={}"]
+ONE_TOKEN = "trainer.micro_batch_tokens=1"
+
+
+def test_part_that_leaves_is_counted_where_it_works() -> None:
+    plain, gone = (
+        memory(planned(2, ONE_TOKEN, *more), "trainer-0")
+        for more in ([], ["trainer.offload.optimizer=always"])
+    )
+    num = planned(2).shape.num_parameters
+    # Two moments; on CUDA the float32 shards are the optimizer's weights, too.
+    assert plain.total - gone.total == min(8 * num, plain.micro_batch)
+    gone_plan = planned(2, ONE_TOKEN, "trainer.offload.optimizer=always")
+    assert memory(gone_plan, "trainer-0/host").copies == 8 * num
+
+
 ALL_LEAVE = "{weights: always, gradients: always, optimizer: always}"
 
 
@@ -196,6 +211,26 @@ def test_server_that_leaves_is_planned_with_the_engines(tmp_path: Path) -> None:
     placement = plan_run(config, here, extra_servers(config))[0].placement
     assert not placement.leaves("teacher")
     assert (placement.memory_fraction or 1.0) < 1.0, "engines get the rest"
+
+
+def test_check_prints_what_each_rule_saves() -> None:
+    config = load(ZERO, "placement.share=none", *GAE)
+    here = single_node(machine(1))
+    text = offload_text(make_plan(config, here), config, here)
+    title, *rows = text.splitlines()
+    assert title.split() == "offload: cuda:0 needs size auto always never".split()
+    assert len(rows) == 6
+    for row in rows:
+        key, *numbers = row.split()
+        value, *_ = [float(number) for number in numbers[:1]]
+        assert key.partition(".offload.")[2] in ("weights", "gradients", "optimizer")
+        assert value > 0
+    (row,) = [row for row in rows if row.startswith("critic.offload.optimizer")]
+    forms = [f"critic.offload.optimizer={rule}" for rule in ("auto", "always", "never")]
+    needed = [
+        make_plan(load(ZERO, *GAE, form), here).needed_bytes("cuda:0") for form in forms
+    ]
+    assert row.split()[3::2] == [f"{one / 2**20:.1f}" for one in needed]
 
 
 # ---- what cannot fit

@@ -119,21 +119,3 @@ def python(
         timeout=300,
         check=False,
     )
-
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None
-from asyncrl.cli import main
-main()
-"""
-
-
-def asyncrl(
-    *arguments: str, packages: Path, switch: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run a command with the packages of a folder, and without torch, whose model would
-    cost a check seconds.
-    """
-    program = ("-c", WITHOUT_TORCH, *arguments)
-    return python(*program, packages=packages, **{SWITCH: switch})
