@@ -12,7 +12,6 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.config.device_forms import device_numbers
 from asyncrl.config.placement_config import (
-    SETTINGS,
     NodesConfig,
     PlacementConfig,
 )
@@ -76,6 +75,6 @@ def cluster_size(placement: PlacementConfig) -> tuple[int, int]:
         if isinstance(value, NodesConfig):
             num_nodes += int(value.nodes)
             gpus.append(int(value.gpus))
-        elif key not in SETTINGS:
+        else:
             gpus += [number + 1 for number in device_numbers(value) or ()]
     return max(num_nodes, 1), max(gpus)
