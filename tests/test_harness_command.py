@@ -301,27 +301,6 @@ def test_what_cannot_run_is_refused_before_any_rollout(
             made(command, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"env": {"OPENAI_API_KEY": "of-a-judge"}},
-            "OPENAI_API_KEY, which the endpoint",
-        ),
-        ({"pass_env": ["ANTHROPIC_MODEL"]}, "ANTHROPIC_MODEL, which the endpoint sets"),
-        (
-            {"on_timeout": "score", "outcomes": "posted"},
-            "has no effect with .outcomes=posted",
-        ),
-    ],
-)
-def test_settings_that_would_be_ignored_are_refused(
-    settings: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        made("/bin/true", **settings)
-
-
 # ---- in bubblewrap
 
 
