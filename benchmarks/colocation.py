@@ -1,7 +1,7 @@
 """Cost of colocation: handovers against a memory copy of the moved bytes, and peak
 memory against separate processes.
 
-    python benchmarks/colocation.py [--seconds 60] [--chunk-mib 64] [--device cpu]
+    python benchmarks/colocation.py [--seconds 60] [--device cpu]
     [--write]
 
 Two runs of a random model with 134.5 million parameters in float32, max_staleness 0,
@@ -38,7 +38,7 @@ task: {{python: "shape_task:ShapeTask", size: 1000, reward_pool: inline}}
 rollout: {{group_size: 4, slots: 80, max_tokens: 16, max_prompt_tokens: 80, threads: 1}}
 buffer: {{max_staleness: 0}}
 trainer: {{num_groups: 1, num_steps: {num_steps}, threads: 1}}
-weight_sync: {{transport: shm, chunk_bytes: {chunk_bytes}}}
+weight_sync: {{transport: shm}}
 placement: {{trainer: {device}, rollout: {rollout}, share: null}}
 checkpoint: {{every: null}}
 observe: {{console: none, trackers: []}}
@@ -48,7 +48,6 @@ observe: {{console: none, trackers: []}}
 def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
-    parser.add_argument("--chunk-mib", type=int, default=64)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     device = arguments.device
@@ -62,7 +61,6 @@ def main() -> None:
             text = CONFIG.format(
                 model=model,
                 num_steps=num_steps,
-                chunk_bytes=arguments.chunk_mib * 2**20,
                 device=device,
                 rollout=rollout,
             )
@@ -88,9 +86,7 @@ def main() -> None:
         "the same onto new pages": new[0] * moved / COPY_BYTES,
     }
     with reported("colocation", is_kept=arguments.write):
-        print(
-            f"{num_steps} steps, chunks of {arguments.chunk_mib} MiB; seconds, medians"
-        )
+        print(f"{num_steps} steps; seconds, medians")
         for title, seconds in rows.items():
             print(f"{title:<40}{seconds:>8.3f}")
         print(f"\n{'peak memory, MB':<20}{'total':>8}  of each process")

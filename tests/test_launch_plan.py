@@ -213,26 +213,6 @@ def test_server_that_leaves_is_planned_with_the_engines(tmp_path: Path) -> None:
     assert (placement.memory_fraction or 1.0) < 1.0, "engines get the rest"
 
 
-def test_check_prints_what_each_rule_saves() -> None:
-    config = load(ZERO, "placement.share=none", *GAE)
-    here = single_node(machine(1))
-    text = offload_text(make_plan(config, here), config, here)
-    title, *rows = text.splitlines()
-    assert title.split() == "offload: cuda:0 needs size auto always never".split()
-    assert len(rows) == 6
-    for row in rows:
-        key, *numbers = row.split()
-        value, *_ = [float(number) for number in numbers[:1]]
-        assert key.partition(".offload.")[2] in ("weights", "gradients", "optimizer")
-        assert value > 0
-    (row,) = [row for row in rows if row.startswith("critic.offload.optimizer")]
-    forms = [f"critic.offload.optimizer={rule}" for rule in ("auto", "always", "never")]
-    needed = [
-        make_plan(load(ZERO, *GAE, form), here).needed_bytes("cuda:0") for form in forms
-    ]
-    assert row.split()[3::2] == [f"{one / 2**20:.1f}" for one in needed]
-
-
 # ---- what cannot fit
 
 

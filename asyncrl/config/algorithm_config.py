@@ -149,10 +149,6 @@ class AlgorithmConfig(FrozenConfig):
         return self.distill_top_k if self.distill_weight > 0 and is_over_ids else 0
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._conflicts_of_terms()
-        yield from self._conflicts_of_turns()
-
-    def _conflicts_of_terms(self) -> Iterator[str]:
         # The reward is one number per rollout, so the penalty is a sum over its tokens.
         # Only the sum of k1 is the log ratio of the whole answer.
         is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
@@ -170,8 +166,6 @@ class AlgorithmConfig(FrozenConfig):
                 ".advantage=gae with .reward_weight=0 trains a critic for nothing; set .reward_weight=1, or "
                 ".advantage=grpo and critic=none"
             )
-
-    def _conflicts_of_turns(self) -> Iterator[str]:
         is_known = self.advantage in TURN_ADVANTAGES or ":" in self.advantage
         if self.turn_discount is not None and not is_known:
             yield (

@@ -36,7 +36,7 @@ class MadeRun:
         }
         self.config = load_config(write_config(folder, **sections))
         (self.path / "config.yaml").write_text(run_config_yaml(self.config))
-        pin = ModelPin(self.path, self.config.model.source)
+        pin = ModelPin(self.path, self.config.model.path)
         pin.read(model_dir)
         pin.write()
 
