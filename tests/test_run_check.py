@@ -114,7 +114,7 @@ task.python=none task.files=[rows.jsonl] task.reward=math task.split=b -> task.s
 task.python=none task.dataset=rows.jsonl task.reward=math -> is a file ... write task.files=[rows.jsonl]
 task.python=none task.files=[rows.jsonl] task.reward=sys:score -> or correct the name.
 task.python=none task.files=[rows.jsonl] task.reward=random:score -> (random is ... random.py)
-observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, entity,
+observe.trackers=[wandb] observe.tracker_args.wandb.projekt=x -> give only its parameters: project, tags
 eval.task.files=[nope.jsonl] eval.task.reward=math -> eval.task.files: nope.jsonl is not a file
 model.scratch.characters=abc -> add them to model.scratch => model.scratch.characters='abcdefgh0123456789 '
 rollout.max_tokens=4096 -> max_position_embeddings=128 ... at most 128 => rollout.max_tokens=112
@@ -228,7 +228,6 @@ NOT_FOLLOWED = {
     "job/sample_export.py": "a run that has deleted its tokens",
     "extensions/scoring/judge.py": "an endpoint that answers",
     "extensions/scoring/teacher.py": "a server of another kind",
-    "extensions/ray/__init__.py": "a Python without ray",
     "extensions/ray/ray_launcher.py": "a Ray cluster",
     "extensions/trackers/trace_export.py": "a run that has deleted its tokens",
     "job/serve.py": "asyncrl serve gateway, which would not end",
