@@ -227,7 +227,11 @@ def make_larger(folder: Path, kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", LARGER)
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma4", "llama4")]
+"""Kinds whose models take the longest to make, each with its own names."""
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "mistral3", *SLOW])
 def test_text_part_is_trained_under_the_names_of_its_folder(
     tmp_path: Path, kind: str
 ) -> None:
@@ -264,7 +268,7 @@ def test_text_part_is_trained_under_the_names_of_its_folder(
 
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("kind", [kind for kind in LARGER if kind != "llama4"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "mistral3", *SLOW[:1]])
 def test_adapters_of_a_text_part_have_its_folders_names(
     tmp_path: Path, kind: str
 ) -> None:

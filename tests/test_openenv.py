@@ -126,25 +126,36 @@ def test_rollouts_of_a_group_begin_alike_and_have_environments_of_their_own(
         assert prompts[0] != played[0][1][0]
 
 
+def too_long(prompt: str) -> str:
+    return "ab" if "Count" in last_turn(prompt)[1] else "x" * 60
+
+
+BY_TURN = {"chatcmpl-0": 2.0, "chatcmpl-1": 4.0, "chatcmpl-2": 4.0}
+
+
 @pytest.mark.parametrize(
-    ("rewards", "expected"),
+    ("answer", "settings", "reward", "num_turns", "is_done", "by_turn"),
     [
-        ("last", Outcome(4.0, {"turns": 3.0, "done": 1.0})),
-        (
-            "turns",
-            Outcome(
-                None,
-                {"turns": 3.0, "done": 1.0},
-                {"chatcmpl-0": 2.0, "chatcmpl-1": 4.0, "chatcmpl-2": 4.0},
-            ),
-        ),
+        (longer, {"rewards": "last"}, 4.0, 3, True, {}),
+        (longer, {"rewards": "turns"}, None, 3, True, BY_TURN),
+        (longer, {"max_turns": 2}, 6.0, 2, False, {}),
+        (longer, {"gateway": {"max_calls": 2}}, 6.0, 2, False, {}),
+        (too_long, {}, 2.0, 2, True, {}),  # the action breaks a rule
+        (lambda _: "missing", {"without_reward": -1.0}, -1.0, 1, True, {}),
     ],
 )
-def test_rewards_are_the_last_one_or_one_per_answer(
-    servers: dict[str, Server], rewards: str, expected: Outcome
+def test_episode_ends_with_its_rewards(
+    servers: dict[str, Server],
+    answer: Callable[[str], str],
+    settings: dict[str, Any],
+    reward: float | None,
+    num_turns: int,
+    is_done: bool,
+    by_turn: dict[str, float],
 ) -> None:
-    ((outcome, _),) = play(servers["text"].url, longer, rewards=rewards)
-    assert outcome == expected
+    ((outcome, _),) = play(servers["text"].url, answer, **settings)
+    metrics = {"turns": float(num_turns), "done": float(is_done)}
+    assert outcome == Outcome(reward, metrics, by_turn)
 
 
 def test_state_of_a_turn_is_what_the_environment_said(
@@ -161,11 +172,6 @@ def test_state_of_a_turn_is_what_the_environment_said(
     assert first[1] == second[1]
     assert first[2] != second[2], "the texts before differ"
     assert len({*first}) == 3
-
-
-def test_episode_ends_after_max_turns(servers: dict[str, Server]) -> None:
-    ((outcome, _),) = play(servers["text"].url, longer, max_turns=2)
-    assert outcome == Outcome(6.0, {"turns": 2.0, "done": 0.0})
 
 
 def test_reset_gets_the_arguments_of_the_config_and_of_the_prompt(
@@ -209,35 +215,9 @@ def test_answer_without_a_call_ends_an_episode_of_tools(
     assert silent(without_reward=None) is None
 
 
-def test_limit_of_the_conversation_ends_an_episode_with_its_rewards(
-    servers: dict[str, Server],
-) -> None:
-    ((outcome, _),) = play(servers["text"].url, longer, gateway={"max_calls": 2})
-    assert outcome == Outcome(6.0, {"turns": 2.0, "done": 0.0})
-
-
-def test_action_that_breaks_a_rule_ends_an_episode_with_its_rewards(
-    servers: dict[str, Server],
-) -> None:
-    def answer(prompt: str) -> str:
-        return "ab" if "Count" in last_turn(prompt)[1] else "x" * 60
-
-    ((outcome, _),) = play(servers["text"].url, answer)
-    assert outcome == Outcome(2.0, {"turns": 2.0, "done": 1.0})
-
-
 def test_tool_that_times_out_fails_the_rollout(servers: dict[str, Server]) -> None:
     with pytest.raises(RolloutFailure, match="step failed.*30 s are over"):
         play(servers["tools"].url, lambda _: tool_call("add", first=9, second=1))
-
-
-def test_end_without_a_reward_counts_as_without_reward_says(
-    servers: dict[str, Server],
-) -> None:
-    ((outcome, _),) = play(
-        servers["text"].url, lambda _: "missing", without_reward=-1.0
-    )
-    assert outcome == Outcome(-1.0, {"turns": 1.0, "done": 1.0})
 
 
 class Direction(StrEnum):

@@ -261,7 +261,7 @@ def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
 MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     moves=st.lists(
         st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25

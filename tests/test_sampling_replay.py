@@ -168,7 +168,7 @@ def train(rank: TrainerRank, header: BatchHeader, arrays: Tokens) -> dict[str, f
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     CUTS,
     st.sampled_from(GRAMMARS),

@@ -125,7 +125,7 @@ def test_other_architectures_run_alone(
 BLOCKS = st.sampled_from([0, 2, 8, banded_attention.BLOCK])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), BLOCKS
 )

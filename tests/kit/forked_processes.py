@@ -33,7 +33,6 @@ MODULES = (
     "asyncrl.job.resume",
     "asyncrl.job.serve",
     "asyncrl_servers.scoring.reward_model",
-    "asyncrl_servers.scoring.teacher_server",
     __name__,
     "transformers.models.qwen3.modeling_qwen3",
 )

@@ -167,13 +167,18 @@ def _render(
 
 
 def _writes(template: str, probe: str, options: Any, *, wants_parts: bool) -> bool:
+    return _can_write(template, probe, json.dumps(options), wants_parts)
+
+
+@functools.cache
+def _can_write(template: str, probe: str, given: str, wants_parts: bool) -> bool:
     roles = {"s": "system", "u": "user", "a": "assistant"}
     chat = [
         {"role": roles[each], "content": f"Text {number}."}
         for number, each in enumerate(probe)
     ]
     try:
-        options = {**options, "add_generation_prompt": True}
+        options = {**json.loads(given), "add_generation_prompt": True}
         text = _render(template, chat, None, options, wants_parts=wants_parts)
     except Refused:
         return False

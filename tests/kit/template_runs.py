@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from gateway_capture_cases import Message, Play, check_trained, plan
@@ -24,6 +26,7 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.messages.records import Outcome
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
+tool_format = functools.cache(partial(find_tool_format, "auto"))
 PER_BYTE = "a token per byte"
 NEEDS_TOOLS = re.compile("call|results")
 SAYS_NO, OMITS, NO_ANSWER = "refuses", "leaves out a message", "leaves out an answer"
@@ -42,7 +45,7 @@ class Told:
         keeps: bool = True,
     ) -> None:
         self.oracle, self.keeps = oracle, keeps
-        thinking = find_tool_format("auto", product.template).thinking
+        thinking = tool_format(product.template).thinking
         self.play = Play(product, thinking, keeps_thoughts=keeps)
         self.tools = TOOLS if NEEDS_TOOLS.search(title) else None
         self.ending = ""
@@ -166,7 +169,7 @@ def tell(template: str, kind: Kind) -> tuple[dict[str, Told], dict[str, str]]:
 
 def row(template: str, told: dict[str, Told], wrong: Iterable[str] = ()) -> list[str]:
     """Return a row of docs/templates.csv without the template's name."""
-    tool_format = find_tool_format("auto", template)
+    form = tool_format(template)
     stories = {title: each for title, each in told.items() if "other end" not in title}
     thoughts = [
         title
@@ -189,7 +192,7 @@ def row(template: str, told: dict[str, Told], wrong: Iterable[str] = ()) -> list
     if not any(NEEDS_TOOLS.search(title) for title in stories):
         endings.append("tools")
     return [
-        "none" if tool_format.refusal else tool_format.name,
+        "none" if form.refusal else form.name,
         "stripped" if thoughts else "kept",
         "no" if known else "yes" * bool(told),
         "; ".join(known),
