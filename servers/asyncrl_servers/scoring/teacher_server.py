@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from asyncrl.base.http import Refused
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.models.devices import to_device
 from asyncrl_servers.embedded.__main__ import main
@@ -47,10 +48,14 @@ class Scorer(TextReader):
         self._waiting = deque[ScoredText]()
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
-        """Queue a text for the next run(). Its ids are known: the start of the run
-        compares the tokenizers.
-        """
+        """Queue a text for the next run(). Raises Refused (400)."""
         ids = np.asarray(request.token_ids, np.int64)
+        is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
+        if is_unknown.any():
+            rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
+            raise Refused(
+                400, f"token id {ids[is_unknown][0]} cannot be scored", rule=rule
+            )
         self._waiting.append(ScoredText(ids, request, answer))
 
     def run(self) -> None:
