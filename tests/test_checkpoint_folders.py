@@ -132,17 +132,17 @@ def test_what_was_done_is_on_disk_before_it(
     assert synced[2:] == [*RECORDS, tmp_path.name, "checkpoints"]
 
 
-def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, keep_last=2, keep_best=True)
+def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, keep_last=2, keep_every=4, keep_best=True)
     checkpoints.on_evaluation(
         0, 2.0
     )  # of the initial weights, which have no checkpoint
     for version in range(1, 11):
         write(checkpoints, version)
         checkpoints.on_evaluation(version, 1.0 if version == 2 else version / 100)
-    assert checkpoints.versions() == [2, 9, 10]
+    assert checkpoints.versions() == [2, 4, 8, 9, 10]
     assert checkpoints.oldest_version() == 9, (
-        "the journal need not reach back to the best checkpoint"
+        "the journal need not reach back to permanent checkpoints"
     )
 
 

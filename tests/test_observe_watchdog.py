@@ -53,9 +53,17 @@ def test_a_report_names_waits_rollouts_and_children(
     ]
 
 
-def test_reports_repeat_after_doubled_times(log_path: Path) -> None:
-    told, _ = watched(log_path, 10.5 * WATCHDOG_S)
-    assert [round(at) for at, _ in told] == [1, 2, 4, 8]
+@pytest.mark.parametrize(
+    ("on_stuck", "times"), [("warn", [1, 2, 4, 8]), ("restart", [*range(1, 11)])]
+)
+def test_reports_repeat_after_doubled_times_or_restarts(
+    log_path: Path, on_stuck: str, times: list[int]
+) -> None:
+    told, notes = watched(log_path, 10.5 * WATCHDOG_S, on_stuck=on_stuck)
+    assert [round(at) for at, _ in told] == times
+    assert [what for what, _ in notes].count("restart") == (
+        0 if on_stuck == "warn" else len(times)
+    )
 
 
 @pytest.mark.parametrize("moves", ["marks", "start"])
@@ -69,7 +77,7 @@ def test_only_progress_or_a_starting_process_gets_time(
             {"steps": mark}, is_starting=moves == "start" and now_s <= end_s
         )
 
-    told, _ = watched(log_path, 6.5 * WATCHDOG_S, report=report)
+    told, _ = watched(log_path, 6.5 * WATCHDOG_S, on_stuck="restart", report=report)
     assert [round(at) for at, _ in told] == [6]
 
 
@@ -97,6 +105,7 @@ def test_a_blocked_loop_is_named_and_its_stacks_logged(log_path: Path) -> None:
         calls: Any = {
             "tell": told.append,
             "ask_children": None,
+            "restart": None,
             "note": None,
         }
         settings = SupervisionConfig(watchdog_s=0.5)

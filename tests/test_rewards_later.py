@@ -497,18 +497,19 @@ def test_tried_rollouts_refuse_later_rewards_before_a_start(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_watchdog_names_the_rewards_and_ends_nothing(tmp_path: Path) -> None:
+def test_watchdog_names_the_rewards_and_restarts_nothing(tmp_path: Path) -> None:
     awaited = "16 rollouts wait for a reward from outside (/v1/outcome)"
-    told, _ = watched(
+    told, notes = watched(
         tmp_path / "controller.log",
         200.0,
-        on_stuck="fail",
+        on_stuck="restart",
         report=lambda _: Reported({"steps": 3.0}, awaited=awaited),
     )
     assert all(
         text.startswith("nothing has moved for") and awaited in text for _, text in told
     )
     assert told
+    assert "restart" not in [what for what, _ in notes]
 
 
 # ---- the recipe of docs/rewards.md, in a real run

@@ -32,5 +32,7 @@ class SupervisionConfig(FrozenConfig):
     """Seconds without progress until the run reports who waits for whom, with stacks in
     the log.
     """
-    on_stuck: Literal["warn", "fail"] = "warn"
-    """Reaction to that: keep waiting, or end the run (which can be resumed)."""
+    on_stuck: Literal["warn", "restart", "fail"] = "warn"
+    """Reaction to that: keep waiting, restart the engines, or end the run (which can be
+    resumed).
+    """

@@ -28,6 +28,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from asyncrl.base.errors import EngineLost
 from asyncrl.base.extensions import load_place
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
@@ -53,6 +54,7 @@ from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import TRAINING
 from asyncrl.observe.metrics import batch_metrics
+from asyncrl.observe.run_dir import LOG_FILE
 from asyncrl.observe.trackers import Callbacks
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import Evaluation
@@ -154,6 +156,14 @@ class Job(TrainingJob):
 
     def processes(self) -> Sequence[Server]:
         return processes(self.run)
+
+    async def restart(self) -> None:
+        log_path = self.lifecycle.run_dir / LOG_FILE
+        why = f"the run made no progress; {log_path} lists the open waits"
+        for engine in self.run.scale.engines:
+            engine.lost_nowait(
+                EngineLost(engine.name, why, rule="supervision.on_stuck=restart")
+            )
 
     def note(self, what: str, detail: Mapping[str, object]) -> None:
         self.run.journal.add_event_nowait(what, detail)

@@ -110,6 +110,7 @@ class TrainingJob(ABC):
             tell=lifecycle.log.warn,
             way_out=f"read the stacks in {log_path} and the other logs; resume with `{again}`.",
             ask_children=lambda: ask_children(self.processes()),
+            restart=self.restart,
             note=self.note,
         )
         lifecycle.spawn(watchdog.run(), name="watchdog")
@@ -155,6 +156,11 @@ class TrainingJob(ABC):
     def processes(self) -> Sequence[Server]:
         """Return the processes whose stacks the watchdog wants."""
         return self.lifecycle.servers
+
+    async def restart(self) -> None:
+        """Restart processes that make no progress."""
+        for server in self.processes():
+            server.child.kill_nowait()  # its supervisor starts it again
 
     def note(self, what: str, detail: Mapping[str, object]) -> None:
         """Record an event."""

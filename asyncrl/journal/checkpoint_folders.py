@@ -152,9 +152,9 @@ class Checkpoints:
         """Return the oldest version from which resumes may need the journal."""
         versions = self.versions()
         return (
-            # Not the oldest folder: the checkpoint that keep_best holds is for export.
-            # A resume starts from one of the keep_last newest. With fewer of them, the
-            # initial weights (0) are the fallback.
+            # Not the oldest folder: checkpoints that keep_every and keep_best hold are
+            # for export. A resume starts from one of the keep_last newest. With fewer
+            # of them, the initial weights (0) are the fallback.
             versions[-self.config.keep_last]
             if len(versions) >= self.config.keep_last
             else 0
@@ -163,6 +163,10 @@ class Checkpoints:
     def _prune(self) -> None:
         versions = self.versions()
         stay = set(versions[-self.config.keep_last :])
+        if self.config.keep_every is not None:
+            stay |= {
+                version for version in versions if version % self.config.keep_every == 0
+            }
         # The best of all evaluated versions may have no checkpoint.
         evaluated = [version for version in versions if version in self._rewards]
         if self.config.keep_best and evaluated:

@@ -72,6 +72,8 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
     steps = trainer.num_steps
     # one is written before one is removed
     num_kept = checkpoint.keep_last + 1 + checkpoint.keep_best
+    # Without keep_every the divisor is above `steps`: 0.
+    num_kept += steps // (checkpoint.keep_every or steps + 1)
     if config.journal.keep == "checkpoint":
         steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
     tokens = (

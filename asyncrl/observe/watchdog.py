@@ -44,7 +44,7 @@ class Watchdog:
 
     Waits: run() sleeps until a report would be due; the status calls look() each
     second. Acts: reports to `tell`, to the log with all stacks, and to `note`; then
-    on_stuck: warn, or end the run with a ComponentError.
+    on_stuck: warn, restart the engines, or end the run with a ComponentError.
 
     A daemon thread reports what blocks the loop itself, such as an async reward with
     plain code in it. Code that also keeps Python's global lock is in the stacks that
@@ -64,6 +64,7 @@ class Watchdog:
     """Makes each child dump its stacks. Returns a sentence about each, and whether it
     is well.
     """
+    restart: Callable[[], Awaitable[None]]
     note: Callable[[str, Mapping[str, object]], None]
 
     def __post_init__(self) -> None:
@@ -148,7 +149,7 @@ class Watchdog:
         if self._delay_s == self.settings.watchdog_s:  # it has moved
             return
         reported = self.report()
-        # The reward's limit ends the wait.
+        # No restart brings a person's reward, and its limit ends the wait.
         policy = "warn" if reported.awaited else self.settings.on_stuck
         seconds = self._now() - self._moved_s
         headline = f"nothing has moved for {seconds:.0f} s"
@@ -199,3 +200,6 @@ class Watchdog:
                 rule=f"supervision.watchdog_s={self.settings.watchdog_s:g} and on_stuck=fail end such a run",
                 way_out=self.way_out,
             )
+        if policy == "restart":
+            await self.restart()
+            self._moved()

@@ -127,7 +127,7 @@ def watched(
     ),
 ) -> tuple[list[tuple[float, str]], list[tuple[str, Any]]]:
     """Watch a run that hangs on the virtual clock; return its warnings and notes, with
-    times in periods of the watchdog.
+    times in periods of the watchdog. A restart is a note.
     """
     told, notes = list[tuple[float, str]](), list[tuple[str, Any]]()
 
@@ -136,6 +136,9 @@ def watched(
 
         async def ask_children() -> dict[str, bool]:
             return {"trainer-0: process 7 is stopped; no answer": is_well}
+
+        async def restart() -> None:
+            notes.append(("restart", loop.time()))
 
         watchdog = Watchdog(
             SupervisionConfig.model_validate(
@@ -146,6 +149,7 @@ def watched(
             lambda text: told.append((loop.time() / WATCHDOG_S, text)),
             way_out="look at it.",
             ask_children=ask_children,
+            restart=restart,
             note=lambda what, details: notes.append((what, details)),
         )
         watchdog.look()
