@@ -283,6 +283,16 @@ def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> N
     )
 
 
+def test_profiles_are_listed_in_the_report(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    assert view_run(tmp_path)["profiles"] == []
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    (folder / ".trainer-0-step-2.trace.json.gz").write_text("half of it")
+    (folder / "trainer-0-step-2.trace.json.gz").write_text("")
+    assert view_run(tmp_path)["profiles"] == ["trainer-0-step-2.trace.json.gz"]
+
+
 def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:
     make_run(tmp_path)
     with sqlite3.connect(tmp_path / "journal.sqlite") as journal:

@@ -16,6 +16,8 @@ CPU_MICRO_BATCH_TOKENS = 3072
 MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 MIN_SLICE = 256
 """Minimum logits computed at once, in vocabulary entries."""
+PROFILE_FOLDER = "profile"
+"""Of a run directory; with the files of trainer.profile_steps."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -46,6 +48,7 @@ class TrainerConfig(FrozenConfig):
         "compile",
         "timeout_s",
         "logprob_gap_limit",
+        "profile_steps",
     )
 
     num_groups: Count = 8
@@ -104,6 +107,11 @@ class TrainerConfig(FrozenConfig):
     warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave)."""
+
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Steps to profile, for example [3, 4]: profile/ in the run directory gets a trace of
+    each trainer rank's step, and of each embedded engine's work meanwhile.
+    """
 
     @property
     def rate_needs_end(self) -> bool:

@@ -17,6 +17,7 @@ from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.device_forms import ServerDevices
 from asyncrl.config.engine_kinds import EngineKind
+from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer, ServerClient
 from asyncrl.messages.worker_api import ChatTokenizer
@@ -171,6 +172,8 @@ def embedded_spec(order: ServerOrder) -> Body:
         "moves": order.moves,
         "share": order.share,
         "fused_decode": config.rollout.fused_decode and is_rollout,
+        "profile_steps": config.trainer.profile_steps if is_rollout else (),
+        "profile_dir": str(order.run_dir / PROFILE_FOLDER),
         "aside_dir": None if role.serves_policy else str(order.run_dir),
     }
 

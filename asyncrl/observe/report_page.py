@@ -21,6 +21,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config.engineless_config import EnginelessConfig
 from asyncrl.config.load import sections
+from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.journal.read import failure_counts
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.read_run import read_run
@@ -135,8 +136,20 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
     for run_dir in run_dirs:
         with contextlib.suppress(OSError):  # another user's run
             yield f"{write_trace(run_dir)}: for https://ui.perfetto.dev"
+        for profile in profiles_of(run_dir):
+            site = (
+                "pytorch.org/memory_viz"
+                if profile.suffix == ".pickle"
+                else "ui.perfetto.dev"
+            )
+            yield f"{profile}: for https://{site}"
     for run in page["runs"]:
         yield from (f"{run['name']}: {problem}" for problem in run["problems"])
+
+
+def profiles_of(run_dir: Path) -> list[Path]:
+    """Return the files of trainer.profile_steps."""
+    return sorted((run_dir / PROFILE_FOLDER).glob("[!.]*-step-*"))
 
 
 # ---- one run as JSON values
@@ -186,6 +199,7 @@ def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[st
         "marks": read_marks(folder),
         "warnings": summary.get("warnings") or files.status.get("warnings") or [],
         "settings": settings,
+        "profiles": [path.name for path in profiles_of(folder)],
         "problems": files.problems,
     }
     long_secrets = sorted(

@@ -12,7 +12,9 @@ function showVerdict(run, whose) {
   bodyOf("verdict").replaceChildren(
     h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(ended ? [told.headline] : []), told.reward === null ? nothing("No step has a reward yet.") : bigReward(told.reward, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
-    h("p", { class: "why" }, `${run.run_dir}: ${run.progress}`));
+    h("p", { class: "why" }, `${run.run_dir}: ${run.progress}`),
+    // Relative: they open where the page lies in the run directory.
+    ...(run.profiles.length ? [h("p", { class: "why" }, "Profiles: ", ...run.profiles.flatMap(name => [h("a", { href: `profile/${encodeURIComponent(name)}`, download: "" }, name), " "]))] : []));
 }
 
 function bigReward(reward, num) {

@@ -32,10 +32,12 @@ from asyncrl.config.offload_config import (
     ModelPart,
     offload_rules,
 )
+from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TrainerPart, TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import Tokens
+from asyncrl.models.profiling import StepProfiler
 from asyncrl.trainer.attention.tree import BoolN
 from asyncrl.trainer.loss import objective, packing, step_metrics
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Objective
@@ -104,6 +106,12 @@ class TrainerRank(TrainedModel):
         run_folder = spec.record_path.parent
         self._offload = Offload(ranks, self.device, self._tensors_of, rules, run_folder)
         self.exports = Exports(self, spec, ranks)
+        self._profiler = StepProfiler(
+            run_folder / PROFILE_FOLDER,
+            f"trainer-{ranks.rank}",
+            spec.trainer.profile_steps,
+            self.device,
+        )
 
     def _make_meter(self) -> step_metrics.StepMeter:
         cuda = torch.cuda if self.device.type == "cuda" else None
@@ -142,6 +150,7 @@ class TrainerRank(TrainedModel):
         # Some micro-batches may have added their gradient and others not: no later step
         # may apply a part of a gradient.
         except BaseException:
+            self._profiler.drop()
             self._drop_gradients()
             raise
 
@@ -183,6 +192,7 @@ class TrainerRank(TrainedModel):
         """Check a batch, and find its loss tokens. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         self._meter.start()
+        self._profiler.enter(self.policy_version + 1)
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         # The order matters: find_allowed() takes the loss of forbidden tokens out of
         # has_loss in place, and check_any_loss() judges the result.
@@ -450,6 +460,7 @@ class TrainerRank(TrainedModel):
         self, batch: BatchNumbers, steps: list[StepSums]
     ) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
+        self._profiler.end()
         # Counted even if all steps were skipped: version v + 1 means that batch v was
         # used up (docs/decisions/0007).
         self.policy_version += 1

@@ -81,6 +81,9 @@ class EmbeddedSpec(EngineSpec):
     """Decode with compiled layers, merged weights and a Triton kernel; not in exact
     mode.
     """
+    profile_steps: tuple[int, ...] = ()
+    """Trainer steps during which its own work is profiled."""
+    profile_dir: Path = Path("profile")
     aside_dir: Path | None = None
     """A sleep keeps the weights; what leaves a CPU is in a file there (none = a sleep
     drops them, and a push brings others).

@@ -20,6 +20,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
+from asyncrl.models.profiling import StepProfiler
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 STREAM_S = 0.005
 """About one decode step."""
+PROFILED_ITERATIONS = 100
+"""Decode steps of a profile: about as many operators as one step of the trainer has."""
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Maximum difference to the model's own logits, relative to the largest."""
 
@@ -72,6 +75,10 @@ class Engine:
         self._committed: Future[api.CommitResponse]
         self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
+        self._profiler = StepProfiler(
+            spec.profile_dir, spec.name, spec.profile_steps, runner.loaded.device
+        )
+        self._num_profiled = 0
         self._thread = threading.Thread(
             target=self._loop, name="engine-loop", daemon=True
         )
@@ -155,6 +162,7 @@ class Engine:
                 # Also after an action without work: a commit may be due, and results
                 # wait for hand_over.
                 self.iterate()
+            self._profiler.end()
         except Exception as error:
             if self._on_crash is None:
                 raise
@@ -170,6 +178,7 @@ class Engine:
             self.reader.run()
         started_s = time.perf_counter()
         if self._scheduler.has_work:
+            self._profile()
             self._scheduler.step()
             self._decode_s += time.perf_counter() - started_s
         if started_s - self._streamed_s >= STREAM_S:
@@ -180,6 +189,16 @@ class Engine:
             self._finish_commit()
         # At the end: tokens of a step leave as one frame for each controller.
         self._scheduler.hand_over()
+
+    def _profile(self) -> None:
+        """Profile the first decode steps with the weights from which a chosen step of
+        the trainer begins. Writing it stops decoding for some seconds.
+        """
+        if self._profiler.enter(self.weights.version + 1):
+            self._num_profiled = 0
+        if self._num_profiled == PROFILED_ITERATIONS:
+            self._profiler.end()
+        self._num_profiled += 1
 
     def _stop(self) -> None:
         own = self._scheduler
