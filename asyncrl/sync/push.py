@@ -471,11 +471,13 @@ class PushLoop(Publisher):
         trainer's digest, in order. The trainer never waits for a push.
 
     The trainer keeps its two newest exports (`is_held`: one, on its device).
-    `wait_released` returns once no evaluation needs the engines' present weights.
+    `wait_released` returns once no evaluation needs the engines' present weights, which
+    `is_held_up` says.
     """
 
     is_held: bool = False
     wait_released: Callable[[], Awaitable[None]] = at_once
+    is_held_up: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -503,6 +505,9 @@ class PushLoop(Publisher):
                 # Before the step has ended: the export must be requested by then, or
                 # the next step may go first, and this version would be skipped.
                 newest = await self.trainer.wait_step_above(self._exported_version)
+                if self.is_held_up():
+                    # A push is late only once there are weights for it.
+                    await self.trainer.wait_version_above(self._exported_version)
             # From here on the train loop waits for no copy to begin
             # (wait_exported_or_busy): an evaluation, or bring_up with the lock, may
             # delay this push for long.

@@ -20,6 +20,7 @@ from trainer_cases import make_spec
 from asyncrl.base.http import SECRET_ENV, Caller
 from asyncrl.messages.trainer_api import (
     BatchHeader,
+    BeginExportRequest,
     ExportResponse,
     StateRequest,
     Tokens,
@@ -66,7 +67,8 @@ class Group:
         return self.post("/optimizer_step", b"", TrainResponse)
 
     def begin_export(self) -> int:
-        return self.post("/begin_export", b"", TrainerHealth).policy_version
+        request = BeginExportRequest(above=-1)
+        return self.post("/begin_export", request, TrainerHealth).policy_version
 
     def export(self) -> ExportResponse:
         return self.post("/export", b"", ExportResponse)
