@@ -227,6 +227,7 @@ class BufferHistory(RuleBasedStateMachine):
         youngest_first=st.booleans(),
         num_left=st.integers(1, 6),
         is_published=st.booleans(),
+        is_early=st.booleans(),
     )
     def go_on(
         self,
@@ -234,6 +235,7 @@ class BufferHistory(RuleBasedStateMachine):
         youngest_first: bool,
         num_left: int,
         is_published: bool,
+        is_early: bool,
     ) -> None:
         """Admit all, let most finish, take a batch, publish. Youngest first makes
         stragglers.
@@ -244,7 +246,10 @@ class BufferHistory(RuleBasedStateMachine):
             oldest = data.draw(st.integers(self.running[group_id], self.newest))
             newest = data.draw(st.integers(oldest, self.newest))
             self._finish(group_id, [oldest, newest], [newest])
-        self.take()
+        if is_early and self.batches:
+            self.take_early()
+        else:
+            self.take()
         if is_published:
             self._publish(self.newest)
 
