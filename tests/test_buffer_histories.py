@@ -227,7 +227,6 @@ class BufferHistory(RuleBasedStateMachine):
         youngest_first=st.booleans(),
         num_left=st.integers(1, 6),
         is_published=st.booleans(),
-        is_early=st.booleans(),
     )
     def go_on(
         self,
@@ -235,7 +234,6 @@ class BufferHistory(RuleBasedStateMachine):
         youngest_first: bool,
         num_left: int,
         is_published: bool,
-        is_early: bool,
     ) -> None:
         """Admit all, let most finish, take a batch, publish. Youngest first makes
         stragglers.
@@ -246,10 +244,7 @@ class BufferHistory(RuleBasedStateMachine):
             oldest = data.draw(st.integers(self.running[group_id], self.newest))
             newest = data.draw(st.integers(oldest, self.newest))
             self._finish(group_id, [oldest, newest], [newest])
-        if is_early and self.batches:
-            self.take_early()
-        else:
-            self.take()
+        self.take()
         if is_published:
             self._publish(self.newest)
 
@@ -384,6 +379,39 @@ async def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
     await all_blocked()
     assert waiting.cancelled()
     assert (await buffer.wait_batch()).version == 0
+
+
+@pytest.mark.parametrize(("on_overdue", "is_early"), [("drop", False), ("wait", True)])
+@virtual
+async def test_batch_forms_early_only_if_no_group_loses_its_last_use(
+    on_overdue: str, *, is_early: bool
+) -> None:
+    """With `wait` the straggler, group 2, is in the batch that comes after."""
+    buffer = make_buffer(1, max_staleness=2 + is_early, on_overdue=on_overdue)
+    admit(buffer, 3)
+    for version in range(2):
+        finish(buffer, version)
+        assert (await buffer.wait_batch()).version == version
+        buffer.begin_step_nowait(version)
+    buffer.set_served_nowait(1)
+    admit(buffer, 1)
+    finish(buffer, 3, version=1)
+    forming = asyncio.create_task(buffer.wait_batch(), name="next batch")
+    await asyncio.sleep(5)  # the trainer works
+    assert forming.done() == is_early
+    if not is_early:
+        finish(buffer, 2)
+        await asyncio.sleep(1)
+        assert [group.group_id for group in forming.result().groups] == [2]
+        assert sum(buffer.last_wait_s.values()) == 0, "the trainer has not waited"
+    else:
+        buffer.begin_step_nowait(2)
+        buffer.idle_nowait()
+        forming = asyncio.create_task(buffer.wait_batch(), name="next batch")
+        await asyncio.sleep(3)
+        finish(buffer, 2)
+        assert [group.group_id for group in (await forming).groups] == [2]
+        assert sum(buffer.last_wait_s.values()) == 3
 
 
 @virtual
