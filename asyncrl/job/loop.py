@@ -4,7 +4,7 @@ A broken component raises ComponentError; a lost process first restarts.
 Tasks in quotes, queues in brackets; docs/architecture.md names the functions on the
 way.
 
-  "producers"          "rollout g3/r1", one per rollout      train loop (main task)        "publisher"
+  "producers"          "rollout g3/r1", one per rollout   "next batch", train loop         "publisher"
       |                    ^      |       |                      ^       |   |                ^     |
       | 1 ticket, prompt   |      |       | 4 group      5 batch |       |   | 7 new version  |     |
       +--------------------+      |       +----> [Buffer] -------+       |   +----------------+     |
@@ -17,8 +17,8 @@ way.
   engine servers: [inbox] --> engine thread  <=== weights ===  trainer: rank 0 --> all ranks
 
 "producers" wait for a free slot, then for the rule to open a batch; a rollout for its
-tokens; the train loop for a whole batch, then for the trainer; "publisher" for a new
-version, then for every engine.
+tokens; "next batch" for a whole batch; the train loop (main task) for the trainer;
+"publisher" for a new version, then for every engine.
 """
 
 from __future__ import annotations
