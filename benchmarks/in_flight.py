@@ -150,7 +150,7 @@ class Trainer(TrainerClient):
     async def wait_up(self) -> None:
         pass
 
-    async def begin_export(self) -> int:
+    async def begin_export(self, above: int) -> int:
         return self.policy_version
 
 

@@ -35,8 +35,8 @@ ON_OVERDUE = st.sampled_from(["wait", "mask", "drop"])
 
 
 class BufferHistory(RuleBasedStateMachine):
-    """Admit, finish with any versions the ticket allows, fail, take, publish (late,
-    skipping), change look_ahead.
+    """Admit, finish with any versions the ticket allows, fail, take (also while the step
+    before runs), publish (late, skipping), change look_ahead.
     """
 
     num_groups: int
@@ -62,6 +62,7 @@ class BufferHistory(RuleBasedStateMachine):
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
         self.served = self.num_issued = self.num_seen_log = 0
+        self.is_early = False
 
     # ---- events
 
@@ -80,7 +81,7 @@ class BufferHistory(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, count: int) -> None:
         for _ in range(min(count, len(self.running))):
             group_id = data.draw(st.sampled_from(sorted(self.running)))
-            version = st.integers(self.running[group_id], len(self.batches))
+            version = st.integers(self.running[group_id], self.newest)
             rollout = st.lists(version, min_size=1, max_size=3).map(sorted)
             self._finish(
                 group_id, *data.draw(st.lists(rollout, min_size=1, max_size=2))
@@ -95,7 +96,7 @@ class BufferHistory(RuleBasedStateMachine):
             del self.sampled[group_id]
             self.buffer.samples_again_nowait(group_id)
             return
-        newest = len(self.batches)
+        newest = self.newest
         group = None
         # Once all have ended, their tokens are known; also after a resume.
         if data.draw(st.booleans()):
@@ -115,7 +116,7 @@ class BufferHistory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
-        self._publish(data.draw(st.integers(self.served, len(self.batches))))
+        self._publish(data.draw(st.integers(self.served, self.newest)))
 
     @rule(data=st.data())
     def change_look_ahead(self, data: st.DataObject) -> None:
@@ -126,6 +127,7 @@ class BufferHistory(RuleBasedStateMachine):
         """A buffer that is restored stands where the killed one stood, with its newest
         weights served.
         """
+        self.begin_step()
         self._publish(len(self.batches))
         killed, self.buffer = (
             self.buffer.rule,
@@ -178,9 +180,41 @@ class BufferHistory(RuleBasedStateMachine):
         ready = list(self.ready.values())
         return buffer.restore_nowait(len(self.batches), self.num_issued, tickets, ready)
 
+    @property
+    def newest(self) -> int:
+        """The newest version that a token can have."""
+        return len(self.batches) - self.is_early
+
+    @precondition(lambda self: self.batches and len(self.batches) < self.num_batches)
+    @rule()
+    def take_early(self) -> None:
+        """Form a batch while the step before runs: it may cost no group."""
+        self.begin_step()
+        if not self.buffer.rule.may_form_early:
+            return
+        num_requeued = len(self.log)
+        try:
+            batch = self.buffer.take_nowait(is_early=True)
+        except WouldWait:
+            return
+        self.is_early = True
+        assert set(batch.groups) <= {*self.ready.values()}
+        prompts = {group.prompt.prompt_id for group in batch.groups}
+        out = {prompt.prompt_id for prompt in self.buffer.prompts_ready()}
+        assert prompts <= out, "no checkpoint forgets it"
+        self._check(batch)
+        assert len(self.log) == num_requeued
+
+    @rule()
+    def begin_step(self) -> None:
+        if self.is_early:
+            self.is_early = False
+            self.buffer.begin_step_nowait(len(self.batches) - 1)
+
     @precondition(lambda self: len(self.batches) < self.num_batches)
     @rule()
     def take(self) -> None:
+        self.begin_step()
         try:
             batch = self.buffer.take_nowait()
         except WouldWait:
@@ -207,15 +241,16 @@ class BufferHistory(RuleBasedStateMachine):
         self.admit(100)
         order = sorted(self.running, reverse=youngest_first)
         for group_id in order[: max(0, len(order) - num_left)]:
-            oldest = data.draw(st.integers(self.running[group_id], len(self.batches)))
-            newest = data.draw(st.integers(oldest, len(self.batches)))
+            oldest = data.draw(st.integers(self.running[group_id], self.newest))
+            newest = data.draw(st.integers(oldest, self.newest))
             self._finish(group_id, [oldest, newest], [newest])
         self.take()
         if is_published:
-            self._publish(len(self.batches))
+            self._publish(self.newest)
 
     def drain(self) -> None:
         """When all has finished and is published, the next batch can be taken."""
+        self.begin_step()
         self._publish(len(self.batches))
         self.admit(1000)
         while self.running:
@@ -344,6 +379,39 @@ async def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
     await all_blocked()
     assert waiting.cancelled()
     assert (await buffer.wait_batch()).version == 0
+
+
+@pytest.mark.parametrize(("on_overdue", "is_early"), [("drop", False), ("wait", True)])
+@virtual
+async def test_batch_forms_early_only_if_no_group_loses_its_last_use(
+    on_overdue: str, *, is_early: bool
+) -> None:
+    """With `wait` the straggler, group 2, is in the batch that comes after."""
+    buffer = make_buffer(1, max_staleness=2 + is_early, on_overdue=on_overdue)
+    admit(buffer, 3)
+    for version in range(2):
+        finish(buffer, version)
+        assert (await buffer.wait_batch()).version == version
+        buffer.begin_step_nowait(version)
+    buffer.set_served_nowait(1)
+    admit(buffer, 1)
+    finish(buffer, 3, version=1)
+    forming = asyncio.create_task(buffer.wait_batch(), name="next batch")
+    await asyncio.sleep(5)  # the trainer works
+    assert forming.done() == is_early
+    if not is_early:
+        finish(buffer, 2)
+        await asyncio.sleep(1)
+        assert [group.group_id for group in forming.result().groups] == [2]
+        assert sum(buffer.last_wait_s.values()) == 0, "the trainer has not waited"
+    else:
+        buffer.begin_step_nowait(2)
+        buffer.idle_nowait()
+        forming = asyncio.create_task(buffer.wait_batch(), name="next batch")
+        await asyncio.sleep(3)
+        finish(buffer, 2)
+        assert [group.group_id for group in (await forming).groups] == [2]
+        assert sum(buffer.last_wait_s.values()) == 3
 
 
 @virtual

@@ -59,7 +59,12 @@ class Apart(EngineRooms):
             ],
             FakeTrainer(train_s=1.0, export_s=0.1),
             SupervisionConfig(max_restarts=20, backoff_s=0.1),
-            partial(Disaggregated, num_steps=last, spawn=self.spawn),
+            partial(
+                Disaggregated,
+                num_steps=last,
+                spawn=self.spawn,
+                is_held_up=lambda: self.evaluation.is_holding(),
+            ),
             on_published=published,
             wait_released=lambda: self.evaluation.wait_released(),
         )

@@ -183,7 +183,7 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     assert f"--run-dir {run_dir} --resume must" in stderr
     assert re.search(waits, stdout)
     log = (run_dir / "logs" / "controller.log").read_text()
-    assert re.search(r"> TrainerClient\.(train|begin_export|export) \(", log)
+    assert re.search(r"> TrainerClient\.(step|begin_export|export) \(", log)
     assert "thread 0x" in log
     assert (
         "most recent call first" in (run_dir / "logs" / "engine-0.log").read_text()

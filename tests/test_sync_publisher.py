@@ -114,7 +114,8 @@ async def test_no_engine_gets_a_step_before_its_report() -> None:
     class Ahead(FakeTrainer):
         """Has trained version 2, and reports it after 30 s."""
 
-        async def begin_export(self) -> int:
+        async def begin_export(self, above: int) -> int:
+            await self.wait_version_above(above)
             self._begun = 2
             return 2
 

@@ -4,9 +4,12 @@ together.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import stat
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,15 +35,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.http import CallRefused, Refused
+from asyncrl.base.waits import Signal
 from asyncrl.config.offload_config import POLICY_STEP
 from asyncrl.messages.trainer_api import (
     BatchHeader,
+    BeginExportRequest,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
     StateRequest,
     Tokens,
     TrainerHealth,
+    pack_batch,
 )
 from asyncrl.trainer.ranks.offload import local_of
 from asyncrl.trainer.ranks.rank import TrainerRank
@@ -438,3 +444,57 @@ def test_failure_of_rank_0_alone_is_told_by_the_health(error: Exception) -> None
         ) as lost:
             ask()
         assert lost.value.status == LOST_STATUS
+
+
+def test_steps_that_are_sent_ahead_run_in_order_with_exports_between() -> None:
+    """The request of version 2 arrives before that of version 1; an export of the first
+    version above 1 is wanted from the beginning.
+    """
+    done = list[str]()
+
+    class Rank:
+        policy_version, offloaded, ranks = 0, (), Mock(size=1)
+        device = SimpleNamespace(type="cpu")
+        rollout_gaps = rollout_advantages = ()
+
+        def train(self, header: BatchHeader, _: Tokens) -> dict[str, float]:
+            time.sleep(0.01)
+            if header.version != self.policy_version:
+                raise Refused(409, f"batch {header.version} at {self.policy_version}")
+            self.policy_version += 1
+            done.append(f"step {header.version}")
+            return {"policy/loss": 0.0}
+
+        def begin_export(self, path: Path) -> Callable[[], None]:
+            done.append(f"export {path.stem}")
+            return lambda: None
+
+    async def story() -> None:
+        service._turn = Signal()
+        bodies = [pack_batch(*make_batch(version=version)) for version in range(6)]
+        exporting = asyncio.ensure_future(
+            service.begin_export(BeginExportRequest(above=1))
+        )
+        last = asyncio.ensure_future(service.train_next(bodies[2]))
+        await asyncio.sleep(0.05)
+        assert done == [], "it waits for its turn"
+        first = asyncio.ensure_future(service.train(bodies[0]))
+        second = asyncio.ensure_future(service.train_next(bodies[1]))
+        versions = [
+            (await answer).policy_version for answer in (first, second, last, exporting)
+        ]
+        assert versions == [1, 2, 3, 2]
+        assert done == ["step 0", "step 1", "export v2", "step 2"]
+        # A refused step takes the one after it along, which would wait forever.
+        after = asyncio.ensure_future(service.train_next(bodies[5]))
+        await asyncio.sleep(0.05)
+        for ahead in (service.train(bodies[4]), after):
+            with pytest.raises(Refused, match="at 3"):
+                await ahead
+
+    service = service_of_ranks()
+    service.rank = Rank()  # type: ignore[assignment]
+    service._wanted, service._made_soon, service._num_broken = None, 0, 0
+    service._spec.staging_dir = Path("staging")
+    with ThreadPoolExecutor(1) as service._torch_thread:
+        asyncio.run(story())

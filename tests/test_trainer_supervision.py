@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import FirstStart, Server, Supervision, summary_of
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_api import TrainerHealth
+from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 
@@ -48,6 +49,7 @@ class House:
         ]
         self.journal: list[Batch] = []
         self.state_at, self.state = state_at, Path("states/one")
+        self.num_ended = 0
         self.told: list[str] = []
         self.trainer = SupervisedTrainer(
             self.ranks,
@@ -79,18 +81,32 @@ class House:
         await asyncio.sleep(durable_s)
         self.journal.append(batch)
 
-    async def steps(self, number: int, durable_s: float = 0.0) -> None:
-        """The train loop: train, and write down within `durable_s`."""
+    async def steps(
+        self, number: int, durable_s: float = 0.0, num_ahead: int = 0
+    ) -> None:
+        """The train loop: write a batch down within `durable_s`, then train on it, while
+        up to `num_ahead` steps before it run.
+        """
+        answers = deque[asyncio.Task[TrainResponse]]()
         for _ in range(number):
             batch = batch_at(len(self.journal))
-            durable = asyncio.ensure_future(self.write(batch, durable_s))
-            report = await self.trainer.train(batch, durable)
-            assert report.policy_version == len(self.journal)
-            if len(self.journal) == self.state_at:
-                self.server.states[str(self.state)] = weights_of(self.state_at)
+            body = await self.trainer.pack(batch)
+            await self.write(batch, durable_s)
+            step = self.trainer.step(batch.version, body)
+            answers.append(asyncio.ensure_future(step))
+            if len(answers) > num_ahead:
+                await self.ended(await answers.popleft())
+        for answer in answers:
+            await self.ended(await answer)
 
-    def go(self, number: int, durable_s: float = 0.0) -> asyncio.Task[None]:
-        return self.tasks.create_task(self.steps(number, durable_s), name="train loop")
+    async def ended(self, report: TrainResponse) -> None:
+        self.num_ended += 1
+        assert report.policy_version == self.num_ended
+        if self.num_ended == self.state_at:
+            self.server.states[str(self.state)] = weights_of(self.state_at)
+
+    def go(self, number: int, *how: Any) -> asyncio.Task[None]:
+        return self.tasks.create_task(self.steps(number, *how), name="train loop")
 
     def check(self) -> None:
         """Check that every written batch is in the weights, once and in order."""
@@ -117,7 +133,7 @@ def test_step_begins_once_its_batch_is_durable(
     async def story(house: House) -> None:
         await house.steps(2)
         house.server.calls.clear()
-        running = house.go(1, durable_s=30.0)
+        running = house.go(1, 30.0)
         await asyncio.sleep(died_s)
         house.server.die()
         await asyncio.sleep(29.9 - died_s)
@@ -146,6 +162,7 @@ def test_trainer_that_dies_while_catching_up_starts_over(
             lambda batch, report: told.append(report.policy_version),
         )
         assert told == list(range(state_at + 1, 6))
+        house.num_ended = 5
         await house.steps(1)
         house.check()
         assert (house.trainer.policy_version, house.trainer.num_restarts) == (6, 1)
@@ -293,14 +310,20 @@ MOVES = st.lists(st.tuples(st.floats(0.0, 12.0), KINDS, st.integers(0, 1)), max_
     state_at=st.integers(0, 4),
     reap_s=st.sampled_from([0.0, 0.3]),
     durable_s=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+    num_ahead=st.integers(0, 1),
 )
 def test_each_batch_is_in_the_weights_once(
-    moves: list[Move], num_ranks: int, state_at: int, reap_s: float, durable_s: float
+    moves: list[Move],
+    num_ranks: int,
+    state_at: int,
+    reap_s: float,
+    durable_s: float,
+    num_ahead: int,
 ) -> None:
     async def story(house: House) -> None:
         for rank in house.ranks:
             rank.child.reap_s = reap_s
-        running, exports = house.go(8, durable_s), []
+        running, exports = house.go(8, durable_s, num_ahead), []
         for gap_s, what, where in moves:
             await asyncio.sleep(gap_s)
             assert len(house.server.weights) <= len(house.journal)
@@ -308,7 +331,7 @@ def test_each_batch_is_in_the_weights_once(
                 export = house.tasks.create_task(house.trainer.export())
                 exports.append((house.trainer.policy_version, export))
             elif what == "die after":
-                house.server.dies_after = "/train"
+                house.server.dies_after = "/train_next" if num_ahead else "/train"
             else:
                 getattr(house.ranks[where % num_ranks].server, what)()
         await running

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from asyncrl.base.errors import TaskError, WouldWait
+from asyncrl.base.errors import TaskError
 from asyncrl.base.waits import Signal, note_span, waiting
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import WAIT_CAUSES, StalenessRule, WaitCause
@@ -71,8 +71,11 @@ class Buffer:
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = Signal(), Signal()
         self._causes: list[tuple[float, WaitCause | None]] | None = None
-        """During wait_batch: times at which the cause of the wait changed, and causes.
+        """During wait_batch: times at which the cause of the trainer's wait changed, and
+        causes.
         """
+        self._is_idle = True
+        self._formed_early: Batch | None = None
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
@@ -196,10 +199,25 @@ class Buffer:
 
     # ---- trainer
 
+    def begin_step_nowait(self, version: int) -> None:
+        """Note that the trainer has batch `version`, and no longer waits."""
+        self.rule.begin_step_nowait(version)
+        self._formed_early = None
+        self._is_idle = False
+        self._changed()
+
+    def idle_nowait(self) -> None:
+        """Note that the trainer has no batch."""
+        self._is_idle = True
+        self._changed()
+
     async def wait_batch(self) -> Batch:
-        """Return the next batch once the rule allows it, and set `last_wait_s`."""
+        """Return the next batch once the rule allows it, and set `last_wait_s`: only the
+        time without a step counts. While a step runs, a batch forms only if it loses
+        nothing by that.
+        """
         clock = asyncio.get_running_loop().time
-        self._causes = causes = [(clock(), self.rule.waits_for)]
+        self._causes = causes = [(clock(), self._waited_for)]
         self._note_load()
         try:
             with waiting(
@@ -209,12 +227,9 @@ class Buffer:
             ):
                 # No wait between take_nowait and return: a cancelled call has either
                 # returned its batch, or left it in the buffer.
-                while True:
-                    try:
-                        batch = self.take_nowait()
-                        break
-                    except WouldWait:
-                        await self._formed.wait()
+                while not self._may_take:
+                    await self._formed.wait()
+                batch = self.take_nowait(is_early=not self._is_idle)
         finally:
             # None means that no one waits, also after a cancellation.
             self._causes = None
@@ -235,25 +250,29 @@ class Buffer:
             self._changed()
         return batch
 
-    def take_nowait(self) -> Batch:
+    def take_nowait(self, *, is_early: bool = False) -> Batch:
         version = self.rule.next_batch
-        group_ids, requeued = self.rule.take_nowait()
+        group_ids, requeued = self.rule.take_nowait(is_early=is_early)
         groups = tuple(self._ready.pop(group_id) for group_id in group_ids)
         self._changed()
         for group_id in requeued:
             self._requeue(group_id)
-        return Batch(
+        batch = Batch(
             version,
             groups,
             # The trainer checks this bound again, by the version of each token.
             max(0, version - self.rule.max_staleness),
             mask_older=self.rule.masks,
         )
+        self._formed_early = batch if is_early else None
+        return batch
 
     # ---- queries
 
     def prompts_ready(self) -> list[Prompt]:
-        return [group.prompt for group in self._ready.values()]
+        """Return the prompts of groups that no step has."""
+        formed = () if self._formed_early is None else self._formed_early.groups
+        return [group.prompt for group in (*self._ready.values(), *formed)]
 
     def gauges(self) -> dict[str, float]:
         rule = self.rule
@@ -293,21 +312,32 @@ class Buffer:
     def _changed(self) -> None:
         # Every change of the rule that can end a wait comes through here. A forgotten
         # call is a hang, which only the watchdog would report.
-        cause = self.rule.waits_for
+        cause = self._waited_for
         if self._causes is not None and self._causes[-1][1] != cause:
             self._causes.append((asyncio.get_running_loop().time(), cause))
         self._note_load()
-        if cause is None:
+        if self._may_take:
             self._formed.notify()
         if self.rule.num_open:
             self._opened.notify()
+
+    @property
+    def _may_take(self) -> bool:
+        rule = self.rule
+        return rule.waits_for is None and (self._is_idle or rule.may_form_early)
+
+    @property
+    def _waited_for(self) -> WaitCause | None:
+        """Return what the trainer waits for, if it has no step."""
+        return self.rule.waits_for if self._is_idle else None
 
     def _note_load(self) -> None:
         if self._auto is not None:
             # The trainer lacks groups only while it waits, and only if a larger
             # look-ahead could have helped. Stragglers, or groups that may start and
             # find no free slot, are no reason to admit more.
-            lacks = self._causes is not None and self.rule.lacks_groups
+            is_waiting = self._causes is not None and self._is_idle
+            lacks = is_waiting and self.rule.lacks_groups
             self._auto.note(
                 asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks
             )

@@ -72,6 +72,8 @@ class StalenessRule:
         self.waits = on_overdue == "wait"
         self.masks = on_overdue == "mask"
         self.next_batch = 0
+        self.newest = 0
+        """Newest version that tokens can have: made by the steps that have begun."""
         self.served = 0
         self.set_look_ahead(look_ahead)
         self.num_issued = 0
@@ -84,6 +86,8 @@ class StalenessRule:
         # tokens.
         # Last batch that can use a group in flight; inf while `mask` lets it sample.
         self._last_use: dict[GroupId, float] = {}
+        self._num_last = Counter[float]()
+        """Number of groups by last use."""
         self._sampled = set[GroupId]()
         """Running groups that only wait for rewards, or teaching."""
         self._rewarded = set[GroupId]()
@@ -127,6 +131,21 @@ class StalenessRule:
         if self.num_ready + len(self._sampled) >= self.num_groups:
             return "rewards"
         return "generation"
+
+    @property
+    def may_form_early(self) -> bool:
+        """Return whether the next batch loses nothing if it is formed before the trainer
+        needs it: no group outside of it has its last use in it.
+
+        Example: max_staleness 1, on_overdue=drop. Groups 4 and 5 are ready and fill
+        batch 3. Group 2 runs since version 2, so batch 3 is its last. It may still end
+        before the trainer needs the batch, and then it is in it.
+        """
+        num_last = self._num_last[self.next_batch]
+        if num_last == 0:
+            return True
+        taken = self._earliest()
+        return num_last == sum(self._last_use[i] == self.next_batch for i in taken)
 
     @property
     def lacks_groups(self) -> bool:
@@ -173,7 +192,7 @@ class StalenessRule:
         # The journaled batches are trained again, and the engines get the result before
         # any group starts, so the newest version is the served one. A ticket keeps its
         # old start version: tokens sampled before the kill count with their own age.
-        self.next_batch = self.served = version
+        self.next_batch = self.newest = self.served = version
         self.num_issued = next_group_id
         versions: dict[GroupId, tuple[int, float]] = {
             i: (start, math.inf) for i, start in running.items()
@@ -214,9 +233,14 @@ class StalenessRule:
         )
         self.look_ahead = look_ahead
 
+    def begin_step_nowait(self, version: int) -> None:
+        """Note that the trainer may train on batch `version` from here on."""
+        assert version < self.next_batch, f"batch {version} is not formed"
+        self.newest = version + 1
+
     def set_served_nowait(self, version: int) -> None:
-        assert self.served <= version <= self.next_batch, (
-            f"version {version} is served after {self.served}, with {self.next_batch} batches taken"
+        assert self.served <= version <= self.newest, (
+            f"version {version} is served after {self.served}, with {self.newest} steps begun"
         )
         self.served = version
 
@@ -251,12 +275,11 @@ class StalenessRule:
         if not self.masks:
             return False
         # Without this, a group that waits a long time for its rewards would hold its
-        # admission although no token of it can be trained on any more. No token can be
-        # newer than next_batch, the newest version in the making.
-        newest = self.next_batch if newest is None else newest
+        # admission although no token of it can be trained on any more.
+        newest = self.newest if newest is None else newest
         # A later call must not extend the last use.
         last_use = min(self._last_use[group_id], newest + self.max_staleness)
-        self._last_use[group_id] = last_use
+        self._set_last_use(group_id, last_use)
         if last_use >= self.next_batch:
             return False
         self.fail_nowait(group_id)
@@ -267,7 +290,7 @@ class StalenessRule:
         self._rewarded.discard(group_id)
         # A retry samples with the weights of now, so the group has fresh tokens again.
         if self.masks:
-            self._last_use[group_id] = math.inf
+            self._set_last_use(group_id, math.inf)
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """Mark a running group as ready; `oldest` and `newest` are the versions of its
@@ -280,7 +303,7 @@ class StalenessRule:
         # sides contain the max_staleness of today, also after a resume that changed it.
         is_as_new = self._running[group_id] <= oldest + self.max_staleness
         assert is_as_new, f"group {group_id} has a token older than its ticket"
-        assert newest <= self.next_batch, (
+        assert newest <= self.newest, (
             f"group {group_id} has a token of version {newest}, not made yet"
         )
         self.fail_nowait(group_id)
@@ -295,9 +318,12 @@ class StalenessRule:
     def fail_nowait(self, group_id: GroupId) -> None:
         self._forget(self._running, self._running_due, group_id)
 
-    def take_nowait(self) -> tuple[tuple[GroupId, ...], tuple[GroupId, ...]]:
+    def take_nowait(
+        self, *, is_early: bool = False
+    ) -> tuple[tuple[GroupId, ...], tuple[GroupId, ...]]:
         """Take the num_groups ready groups of earliest deadline, then lowest id. Raises
-        WouldWait if `waits_for` has a cause.
+        WouldWait if `waits_for` has a cause. `is_early`: the step before still runs, and
+        begin_step_nowait() follows.
 
         Returns them in order of admission, and groups that no later batch can use.
         """
@@ -306,15 +332,12 @@ class StalenessRule:
         )
         if cause := self.waits_for:
             raise WouldWait(f"batch {self.next_batch} waits for {cause}")
-        # Earliest deadline first is the order that (2) counts on. By id among equals,
-        # so that it does not matter which of them ended first.
-        earliest = heapq.nsmallest(
-            self.num_groups, ((due, i) for i, due in self._ready.items())
-        )
-        group_ids = tuple(sorted(group_id for _, group_id in earliest))
+        group_ids = self._earliest()
         for group_id in group_ids:
             self._forget(self._ready, self._ready_due, group_id)
         self.next_batch += 1
+        if not is_early:
+            self.newest = self.next_batch
         # next_batch has moved on, so these groups had their last chance. `wait` finds
         # none: it would not have come here.
         requeued = tuple(
@@ -333,6 +356,26 @@ class StalenessRule:
 
     # ---- how
 
+    def _earliest(self) -> tuple[GroupId, ...]:
+        """Return the groups of the next batch, in order of admission."""
+        # Earliest deadline first is the order that (2) counts on. By id among equals,
+        # so that it does not matter which of them ended first.
+        earliest = heapq.nsmallest(
+            self.num_groups, ((due, i) for i, due in self._ready.items())
+        )
+        return tuple(sorted(group_id for _, group_id in earliest))
+
+    def _set_last_use(self, group_id: GroupId, last_use: float | None) -> None:
+        """None: the group leaves."""
+        before = self._last_use.pop(group_id, None)
+        if before is not None:
+            self._num_last[before] -= 1
+            if not self._num_last[before]:
+                del self._num_last[before]
+        if last_use is not None:
+            self._last_use[group_id] = last_use
+            self._num_last[last_use] += 1
+
     def _use_until(self, oldest: int, newest: float) -> float:
         """Return the last batch that can use a group with tokens of these versions;
         `newest` is inf while it samples.
@@ -349,12 +392,12 @@ class StalenessRule:
     ) -> None:
         groups[group_id] = deadline = oldest + self.max_staleness
         due[deadline] += 1
-        self._last_use[group_id] = last_use
+        self._set_last_use(group_id, last_use)
 
     def _forget(
         self, groups: dict[GroupId, int], due: Counter[int], group_id: GroupId
     ) -> None:
-        del self._last_use[group_id]
+        self._set_last_use(group_id, None)
         self._sampled.discard(group_id)
         self._rewarded.discard(group_id)
         deadline = groups.pop(group_id)

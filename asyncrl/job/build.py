@@ -431,6 +431,7 @@ def _make_scheduler(
         interrupt=config.interrupt,
         is_held=sync.facts.holds_exports(is_colocated=False),
         spawn=lifecycle.spawn,
+        is_held_up=lambda: evaluation is not None and evaluation.is_holding(),
         are_ours=config.rollout.external_urls is None,
     )
     if fleet.placement.is_colocated:

@@ -4,7 +4,7 @@ A broken component raises ComponentError; a lost process first restarts.
 Tasks in quotes, queues in brackets; docs/architecture.md names the functions on the
 way.
 
-  "producers"          "rollout g3/r1", one per rollout      train loop (main task)        "publisher"
+  "producers"          "rollout g3/r1", one per rollout   "next batch", train loop         "publisher"
       |                    ^      |       |                      ^       |   |                ^     |
       | 1 ticket, prompt   |      |       | 4 group      5 batch |       |   | 7 new version  |     |
       +--------------------+      |       +----> [Buffer] -------+       |   +----------------+     |
@@ -17,22 +17,23 @@ way.
   engine servers: [inbox] --> engine thread  <=== weights ===  trainer: rank 0 --> all ranks
 
 "producers" wait for a free slot, then for the rule to open a batch; a rollout for its
-tokens; the train loop for a whole batch, then for the trainer; "publisher" for a new
-version, then for every engine.
+tokens; "next batch" for a whole batch; the train loop (main task) for the trainer;
+"publisher" for a new version, then for every engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.extensions import load_place
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
-from asyncrl.base.waits import run_in_thread, span
+from asyncrl.base.waits import Signal, note_span, run_in_thread, span, waiting
 from asyncrl.config import JobConfig
 from asyncrl.job.build import build
 from asyncrl.job.check.config_check import check_reports
@@ -60,6 +61,17 @@ from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import record_code
 from asyncrl.trainer.model.model_folder import fetch_architectures
+
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """A batch that the trainer has, and what the trainer waited for before."""
+
+    batch: Batch
+    waits: Mapping[str, float]
+    answer: asyncio.Task[TrainResponse]
+
 
 EVALUATING = ("publisher", "evaluation")
 """Tasks that the last evaluation needs."""
@@ -128,6 +140,9 @@ class Job(TrainingJob):
     run: Components
     unfinished: Sequence[UnfinishedGroup] = ()
     """Groups of a resumed run that continue."""
+    _num_done = 0
+    """Steps that the train loop has finished."""
+    _answered_s = 0.0
 
     async def build(self) -> None:
         lifecycle = self.lifecycle
@@ -136,6 +151,8 @@ class Job(TrainingJob):
         self.trainer, self.checkpointer = run.trainer, run.checkpointer
         lifecycle.servers = run.fleet.servers
         lifecycle.closes("producers", run.producers.aclose)
+        self._done = Signal()
+        self._tasks = set[asyncio.Task[Any]]()
 
     async def train(self) -> None:
         await self._start_services(self.run)
@@ -231,27 +248,49 @@ class Job(TrainingJob):
         evaluation.stop_nowait()
 
     async def _train_loop(self, run: Components) -> None:
+        """Train step after step. With max_staleness >= 1, the next batch is formed, made
+        durable, packed and sent while a step runs, so the trainer begins it at once.
+
+        Example: step 8 runs.
+            next batch    form batch 9, journal, pack, send      ... batch 10
+            train loop    record step 7, push 8, wait for 8      record step 8 ...
+            trainer       step 8                         export  step 9
+        """
         self.lifecycle.can_stop = True
+        num_steps = self.lifecycle.config.trainer.num_steps
+        self._num_done = run.trainer.policy_version
         recording: asyncio.Future[None] | None = None
+        beginning: asyncio.Task[Step | None] | None = None
         try:
-            while run.trainer.policy_version < self.lifecycle.config.trainer.num_steps:
-                batch = await self._next_batch(run)
-                if batch is None:
+            while self._num_done < num_steps:
+                if beginning is None:
+                    beginning = self._task(self._begin_step(run), "next batch")
+                step = await beginning
+                beginning = None
+                if step is None:
                     return
-                report = await self._train(run, batch)
+                batch = step.batch
+                if self._is_ahead and batch.version + 1 < num_steps:
+                    beginning = self._task(self._begin_step(run), "next batch")
+                report = await step.answer
+                if not run.trainer.is_training:
+                    run.buffer.idle_nowait()
+                # Not awaited: if this record is lost, the resume trains on the batch
+                # again, as it does with every batch since the checkpoint.
+                run.journal.add_training_nowait(batch.version, report.metrics)
                 if recording is not None:
-                    with span("trainer", "record", batch.version - 1):
+                    with span(self._lane(run), "record", batch.version - 1):
                         await recording
                 counted = self.reporter.counted_before_publish(run, batch)
                 # A stopped run needs its engines no more.
                 if not self.lifecycle.stop.is_set():
-                    with span("trainer", "to engines", batch.version):
+                    with span(self._lane(run), "to engines", batch.version):
                         await run.scheduler.to_engines(report.policy_version)
                 # After the handover, so that the engines already sample. The next step
                 # need not wait for metrics and samples either.
                 ended = self.reporter.end_step(run, batch)
                 recording = asyncio.ensure_future(
-                    self._record(run, batch, report, counted, ended)
+                    self._record(run, batch, report, {**counted, **step.waits}, ended)
                 )
                 if run.checkpointer.is_due(report.policy_version):
                     # The checkpoint makes the line durable: a resume from that version
@@ -260,29 +299,70 @@ class Job(TrainingJob):
                         await recording
                     with span("trainer", "copy", batch.version):
                         await run.checkpointer.after_step(report.policy_version)
+                self._num_done = report.policy_version
+                self._done.notify()
         finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if recording is not None:
                 await recording  # also if the next step has failed
 
-    async def _train(self, run: Components, batch: Batch) -> TrainResponse:
-        """Train on a batch, which becomes durable while it is packed."""
+    @property
+    def _is_ahead(self) -> bool:
+        return self.lifecycle.config.buffer.max_staleness > 0
+
+    def _lane(self, run: Components) -> str:
+        """Return the timeline's lane for work of the train loop: the trainer's if it
+        waits for this work.
+        """
+        return "next batch" if run.trainer.is_training else "trainer"
+
+    def _task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _begin_step(self, run: Components) -> Step | None:
+        """Form a batch, make it durable, and send it to the trainer; None: the run stops."""
+        batch = await self._next_batch(run)
+        if batch is None:
+            return None
+        version = batch.version
+        waits = run.buffer.wait_gauges()
         # The step begins only once its batch is durable. If the process dies before, a
         # resume finds the groups in the buffer, and no trace of the step. If it dies
         # later, a resume trains on the same groups as the same version. So no group is
         # in two batches.
         durable = asyncio.ensure_future(run.journal.add_batch(batch))
         try:
-            with span("trainer", "to trainer", batch.version):
+            with span(self._lane(run), "to trainer", version):
                 await run.scheduler.to_trainer()
-            with span("trainer", "train", batch.version):
-                report = await run.trainer.train(batch, durable)
+            with span(self._lane(run), "pack", version):
+                body = await run.trainer.pack(batch)
+            with span(self._lane(run), "journal", version):
+                await durable
         finally:
             durable.cancel()
             # Retrieves its error. If the journal fails, its watch ends the run.
             await asyncio.gather(durable, return_exceptions=True)
-        # Not awaited: if this record is lost, the resume trains on the batch again, as
-        # it does with every batch since the checkpoint.
-        run.journal.add_training_nowait(batch.version, report.metrics)
+        # A checkpoint is copied between two steps. One step may wait at the trainer.
+        num_ahead = 0 if run.checkpointer.is_due(version) else 1
+        with waiting("the step before", on="train loop", who="next batch"):
+            await self._done.wait_for(lambda: self._num_done >= version - num_ahead)
+        run.buffer.begin_step_nowait(version)
+        answer = self._task(self._train(run, version, body), f"step {version + 1}")
+        return Step(batch, waits, answer)
+
+    async def _train(self, run: Components, version: int, body: bytes) -> TrainResponse:
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
+        report = await run.trainer.step(version, body)
+        # Not the time in which the step before ran.
+        start_s, self._answered_s = max(start_s, self._answered_s), clock()
+        note_span("trainer", "train", start_s, self._answered_s, version)
         return report
 
     async def _record(

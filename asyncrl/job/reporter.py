@@ -250,12 +250,12 @@ class Reporter:
 
     def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
         """Return the sampled tokens before engines sample for the next batch
-        (reproducible at max_staleness 0), and the wait for this batch.
+        (reproducible at max_staleness 0).
         """
         self._count_from(batch)
         name = "tokens/generated"
         counted = self._counted({name: run.engines.gauges()[name]})
-        return {name: counted[name], **run.buffer.wait_gauges()}
+        return {name: counted[name]}
 
     def end_step(self, run: Components, batch: Batch) -> StepEnd:
         """Return the end of the step. Later spans and counts are of the next one."""
@@ -547,9 +547,7 @@ class Reporter:
             "perf/journal_s": spent_s["journal"],
             "perf/request_s": max(
                 0.0,
-                spent_s["train"]
-                - spent_s["journal"]
-                - metrics.get("perf/train_s", 0.0),
+                spent_s["pack"] + spent_s["train"] - metrics.get("perf/train_s", 0.0),
             ),
             "perf/export_s": max(
                 0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)

@@ -58,6 +58,12 @@ class Canary(Message):
     noise: float = 0.0
 
 
+class BeginExportRequest(Message):
+    """Begin an export of the first version above `above`."""
+
+    above: int
+
+
 class ExportChunkRequest(Message):
     """Write chunk `index` of the weights, at most chunk_bytes or one
     tensor.

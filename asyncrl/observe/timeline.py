@@ -51,6 +51,7 @@ KINDS = {
     "score": "colocated: another server on these devices answers calls, from its first to its last one",
     "sleep": "colocated: it frees its memory for the trainer",
     "wake": "colocated: it takes its memory again",
+    "pack": "the batch is packed into arrays",
     "journal": "the batch is committed to the journal",
     "copy": "a checkpoint copies the weights while the trainer waits",
     "record": "metrics of the step are written, after the step",
@@ -78,6 +79,7 @@ _OF_VERSION = (
 )
 _ORDER = {
     "trainer": 0,
+    "next batch": 0.5,
     "weight sync": 1,
     "handovers": 3,
     "checkpoints": 4,

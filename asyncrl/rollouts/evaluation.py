@@ -366,17 +366,19 @@ class Evaluation:
             # The link keeps a whole export in memory or on the disk.
             self._drop()
 
-    async def wait_released(self) -> None:
-        def is_held() -> bool:
-            return self._pending is not None or self.stats.state == "sampling"
-
+    def is_holding(self) -> bool:
+        """Return whether it needs the weights of the rollout engines."""
         # An eval engine keeps its weights and delays no push.
-        if self.target is not None or not is_held():
+        is_due = self._pending is not None or self.stats.state == "sampling"
+        return is_due and self.target is None
+
+    async def wait_released(self) -> None:
+        if not self.is_holding():
             return
         clock = asyncio.get_running_loop().time
         start_s = clock()
         with waiting("the evaluation of the version that is served", on="evaluation"):
-            await self._changed.wait_for(lambda: not is_held())
+            await self._changed.wait_for(lambda: not self.is_holding())
         self.stats.held_s += clock() - start_s
         note_span(
             "weight sync",

@@ -133,7 +133,8 @@ class WeightTrainer(Protocol):
     def num_restarts(self) -> int: ...
     async def wait_up(self) -> None: ...
     async def wait_version_above(self, version: int) -> int: ...
-    async def begin_export(self) -> int: ...
+    async def wait_step_above(self, version: int) -> int: ...
+    async def begin_export(self, above: int) -> int: ...
     async def export(self) -> ExportResponse: ...
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse: ...
 
@@ -469,11 +470,13 @@ class PushLoop(Publisher):
         trainer's digest, in order. The trainer never waits for a push.
 
     The trainer keeps its two newest exports (`is_held`: one, on its device).
-    `wait_released` returns once no evaluation needs the engines' present weights.
+    `wait_released` returns once no evaluation needs the engines' present weights, which
+    `is_held_up` says.
     """
 
     is_held: bool = False
     wait_released: Callable[[], Awaitable[None]] = at_once
+    is_held_up: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -498,7 +501,12 @@ class PushLoop(Publisher):
             with waiting(
                 f"a policy_version above {self._exported_version}", on="the train loop"
             ):
-                newest = await self.trainer.wait_version_above(self._exported_version)
+                # Before the step has ended: the export must be requested by then, or
+                # the next step may go first, and this version would be skipped.
+                newest = await self.trainer.wait_step_above(self._exported_version)
+                if self.is_held_up():
+                    # A push is late only once there are weights for it.
+                    await self.trainer.wait_version_above(self._exported_version)
             # From here on the train loop waits for no copy to begin
             # (wait_exported_or_busy): an evaluation, or bring_up with the lock, may
             # delay this push for long.
@@ -512,6 +520,9 @@ class PushLoop(Publisher):
                 # `newest` is only a lower bound: the trainer may have trained on during
                 # the waits, and exports its newest weights.
                 manifest, export_s = await self._export(newest)
+                if manifest.version <= self.version:
+                    self._set_pushing(False)  # a restarted trainer had no newer one
+                    continue
                 if not self.is_held:
                     # A new file harms no reader, so engines could be brought up until
                     # here.
@@ -608,13 +619,14 @@ class PushLoop(Publisher):
 
     async def _export(self, newest: int) -> tuple[ExportResponse, float]:
         clock = asyncio.get_running_loop().time
-        start = clock()
         # The train loop waits until the copy has begun: if the next step went first,
         # the export would have to wait for its end.
         self._set_pushing(False)
         # Set before the copy is complete, so that the next step overlaps it. The
         # trainer changes no weight before the copy is complete (docs/decisions/0021).
-        self._exported_version = await self._limited(newest, self.trainer.begin_export)
+        # The limit of a step holds here, not that of a push.
+        self._exported_version = await self.trainer.begin_export(self._exported_version)
+        start = clock()
         self._set_pushing(True)
         manifest = await self._limited(newest, self.trainer.export)
         note_span("weight sync", "export", start, clock(), manifest.version)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.waits import Signal, run_in_thread, span, waiting
+from asyncrl.base.waits import Signal, run_in_thread, waiting
 from asyncrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
@@ -100,44 +100,68 @@ class TrainerClient:
         self._caller = caller
         self._timeout_s = timeout_s
         self.policy_version = policy_version
+        self._begun_version = policy_version
+        """Version that the steps sent so far make."""
         self._version_changed = Signal()
 
     num_restarts = 0
     """Restarts of the trainer's processes."""
 
-    async def train(
-        self, batch: Batch, durable: Awaitable[None] | None = None
-    ) -> api.TrainResponse:
-        """Train on a batch, once `durable` has ended."""
-        body = await self._packed(batch)
-        if durable is not None:
-            # Before the call: the step writes the batch into trained.jsonl, which must
-            # not name a batch that the journal could still lose. And outside of the
-            # retries: a trainer that dies during this wait must be up before the call.
-            with span("trainer", "journal", batch.version):
-                await durable
+    @property
+    def is_training(self) -> bool:
+        """Whether a step has been sent and not answered."""
+        return self._begun_version > self.policy_version
+
+    async def train(self, batch: Batch) -> api.TrainResponse:
+        """Train on a batch."""
+        return await self.step(batch.version, await self.pack(batch))
+
+    async def step(self, version: int, body: bytes) -> api.TrainResponse:
+        """Train on batch `version`, packed as `body`.
+
+        The next step may be sent before this one has ended: the trainer begins it at
+        once after this one. Example: step 8 ends 50 ms after step 7, not 65 ms, of
+        which 15 ms are the way to the trainer and back.
+        """
+        num_before = self._begun_version - self.policy_version
+        path = "/train_next" if num_before else "/train"
+        self._begun_version = version + 1
+        self._version_changed.notify()
         # If the process dies after the step and before its answer, the step is lost.
-        # The next process catches up to batch.version, so a repeated call trains the
-        # batch once.
-        with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
-            report = await self._retried(lambda: self._train(batch.version, body))
+        # The next process catches up to `version`, so a repeated call trains the batch
+        # once.
+        with waiting(f"optimizer step {version + 1}", on=self._caller.name):
+            report = await self._retried(
+                lambda: self._train(path, version, body, 1 + num_before)
+            )
         self._reached(report.policy_version)
         return report
 
+    async def pack(self, batch: Batch) -> bytes:
+        # In a thread: packing a large batch would hold up every rollout on the event
+        # loop.
+        return await run_in_thread(lambda: api.pack_batch(*pack_groups(batch)))
+
     async def evaluate(self, batch: Batch) -> api.TrainResponse:
         """Measure the loss of a batch of the current version, without training."""
-        body = await run_in_thread(lambda: api.pack_batch(*pack_groups(batch)))
-        return await self._call("/evaluate", body, api.TrainResponse)
+        return await self._call("/evaluate", await self.pack(batch), api.TrainResponse)
 
     async def wait_version_above(self, version: int) -> int:
         await self._version_changed.wait_for(lambda: self.policy_version > version)
         return self.policy_version
 
-    async def begin_export(self) -> int:
-        """Begin to export the newest weights; return their version."""
-        return (
-            await self._call("/begin_export", b"", api.TrainerHealth)
-        ).policy_version
+    async def wait_step_above(self, version: int) -> int:
+        """Return once a step has been sent that makes a version above this one."""
+        await self._version_changed.wait_for(lambda: self._begun_version > version)
+        return self._begun_version
+
+    async def begin_export(self, above: int) -> int:
+        """Begin to export the newest weights; return their version, which is above
+        `above`. Waits for the step that makes it, and goes before the step after it.
+        """
+        request = api.BeginExportRequest(above=above)
+        health = await self._call("/begin_export", request, api.TrainerHealth)
+        return health.policy_version
 
     async def export(self) -> api.ExportResponse:
         return await self._call("/export", b"", api.ExportResponse)
@@ -216,7 +240,8 @@ class TrainerClient:
                 )
                 version = max(version, loaded.policy_version)
             async for batch in batches:
-                report = await self._train(batch.version, await self._packed(batch))
+                body = await self.pack(batch)
+                report = await self._train("/train", batch.version, body)
                 version = max(version, report.policy_version)
                 on_step(batch, report)
         # Once, at the end: the publisher would export each version on the way, although
@@ -240,12 +265,15 @@ class TrainerClient:
             return await self._retried(lambda: self._post(path, body, answer))
 
     async def _post(
-        self, path: str, body: BaseModel | bytes, answer: type[Answer]
+        self,
+        path: str,
+        body: BaseModel | bytes,
+        answer: type[Answer],
+        num_steps: int = 1,
     ) -> Answer:
+        timeout_s = self._timeout_s and num_steps * self._timeout_s
         try:
-            return await self._caller.post(
-                path, body, answer, timeout_s=self._timeout_s
-            )
+            return await self._caller.post(path, body, answer, timeout_s=timeout_s)
         except CallRefused as error:
             # Rank 0 answers, but its peers are gone: for the run that is a lost
             # trainer, which a restart repairs.
@@ -281,20 +309,20 @@ class TrainerClient:
             )
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
-    async def _train(self, version: int, body: bytes) -> api.TrainResponse:
-        report = await self._post("/train", body, api.TrainResponse)
+    async def _train(
+        self, path: str, version: int, body: bytes, num_steps: int = 1
+    ) -> api.TrainResponse:
+        """`num_steps`: steps that end before the answer, each with its own limit."""
+        report = await self._post(path, body, api.TrainResponse, num_steps)
         # Version v + 1 is batch v, trained once. Anything else would break staleness
         # and resume silently.
         assert report.policy_version == version + 1, report
         return report
 
-    async def _packed(self, batch: Batch) -> bytes:
-        # In a thread: packing a large batch would hold up every rollout on the event
-        # loop.
-        return await run_in_thread(lambda: api.pack_batch(*pack_groups(batch)))
-
     def _reached(self, version: int) -> None:
-        self.policy_version = version
+        # Two answers may be read in one iteration of the event loop, in any order.
+        self.policy_version = max(self.policy_version, version)
+        self._begun_version = max(self._begun_version, version)
         self._version_changed.notify()
 
 

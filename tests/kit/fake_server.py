@@ -223,6 +223,7 @@ class FakeTrainerServer(FakeServer):
         self.calls: list[str] = []
         self.states: dict[str, list[str]] = {}
         self._worker = asyncio.Lock()
+        self._stepped = asyncio.Event()
         self._pending: tuple[str, list[str]] | None = None
         self._begun: tuple[int, str] | None = None
 
@@ -263,6 +264,16 @@ class FakeTrainerServer(FakeServer):
             if pending is not None:
                 self.states[pending[0]] = pending[1]
             return self.health()
+        if path == "/begin_export":
+            # Like the rank: right after the step that makes the version.
+            while self.policy_version <= body.above:
+                self._stepped.clear()
+                await self._stepped.wait()
+        if path == "/train_next":
+            header, _ = unpack_batch(body)
+            while header.version > self.policy_version:
+                self._stepped.clear()
+                await self._stepped.wait()
         async with self._worker:
             result = await self._work(path, body)
             if self.is_frozen:
@@ -280,7 +291,7 @@ class FakeTrainerServer(FakeServer):
         self._refuse(path)
         version = self.policy_version
         match path:
-            case "/train":
+            case "/train" | "/train_next":
                 header, _ = unpack_batch(body)
                 if header.version != version:
                     raise self.refused(
@@ -295,6 +306,7 @@ class FakeTrainerServer(FakeServer):
                     f"{one.prompt_id}#{one.sample_index}" for one in header.trajectories
                 )
                 self.weights.append(",".join(trained))
+                self._stepped.set()
                 return TrainResponse(
                     policy_version=version + 1,
                     metrics={"policy/loss": float(version + 1)},

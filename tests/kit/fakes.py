@@ -170,12 +170,15 @@ class FakeTrainer:
         self.train_s, self.export_s, self.is_frozen = train_s, export_s, is_frozen
         self.is_up, self.went_up, self.num_restarts = True, asyncio.Event(), 0
         self.policy_version = 0
+        self.steps_begun = 0
         self._begun: int | None = None
         self._worker = asyncio.Lock()
         self._changed = asyncio.Event()
 
     async def train(self, batch: Batch) -> TrainResponse:
         """Take an optimizer step: the version rises by one."""
+        self.steps_begun += 1
+        self._changed.set()
         async with self._worker:
             await asyncio.sleep(self.train_s)
             self.step()
@@ -186,6 +189,7 @@ class FakeTrainer:
     def step(self) -> None:
         """The next version, at once."""
         self.policy_version += 1
+        self.steps_begun = max(self.steps_begun, self.policy_version)
         self._changed.set()
 
     async def wait_version_above(self, version: int) -> int:
@@ -195,13 +199,21 @@ class FakeTrainer:
             await self._changed.wait()
         return self.policy_version
 
+    async def wait_step_above(self, version: int) -> int:
+        """The version that a begun step makes, once it is above `version`."""
+        while self.steps_begun <= version:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.steps_begun
+
     async def wait_up(self) -> None:
         """Sleep while `is_up` is false; code that sets it to true also sets `went_up`."""
         while not self.is_up:
             await self.went_up.wait()
 
-    async def begin_export(self) -> int:
+    async def begin_export(self, above: int) -> int:
         """Pin the newest version for export()."""
+        await self.wait_version_above(above)
         async with self._worker:
             self._begun = self.policy_version
         return self._begun

@@ -20,6 +20,7 @@ from trainer_cases import make_spec
 from asyncrl.base.http import SECRET_ENV, Caller
 from asyncrl.messages.trainer_api import (
     BatchHeader,
+    BeginExportRequest,
     ExportResponse,
     StateRequest,
     Tokens,
@@ -60,7 +61,8 @@ class Group:
         return self.post("/train", pack_batch(header, arrays), TrainResponse)
 
     def begin_export(self) -> int:
-        return self.post("/begin_export", b"", TrainerHealth).policy_version
+        request = BeginExportRequest(above=-1)
+        return self.post("/begin_export", request, TrainerHealth).policy_version
 
     def export(self) -> ExportResponse:
         return self.post("/export", b"", ExportResponse)

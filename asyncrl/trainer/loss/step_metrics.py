@@ -124,10 +124,12 @@ class StepMeter:
                 device_name,
                 dtype,
             )
+        self._idle_s = self._ended_s = math.nan
         self.start()
 
     def start(self) -> None:
         self._started_s = time.perf_counter()
+        self._idle_s = self._started_s - self._ended_s
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens = 0
         self._flops = 0.0
@@ -173,6 +175,8 @@ class StepMeter:
         if self._compilations is not None:
             metrics["perf/compile_s"] = self._compile_s(self._compilations())
         metrics["perf/train_s"] = train_s
+        if math.isfinite(self._idle_s):
+            metrics["perf/idle_s"] = self._idle_s
         metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s
         if self._cuda is not None:
             metrics["perf/device_memory_bytes"] = float(max(device_bytes))
@@ -181,6 +185,10 @@ class StepMeter:
         if self._peak_flops is not None:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
         return metrics
+
+    def end(self) -> None:
+        """Mark the end of a version, after its record."""
+        self._ended_s = time.perf_counter()
 
     def _compile_s(self, compilations: Sequence[CompilationMetrics]) -> float:
         """Return the seconds of compilations since the previous call; after the first

@@ -489,6 +489,7 @@ class TrainerRank(TrainedModel):
                     "%s lacks step %d for now: %s", path, self.policy_version, error
                 )
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
+        self._meter.end()
         return metrics
 
     def _write_record(self) -> None:

@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -40,7 +40,9 @@ from asyncrl.base.http import (
     secret_of,
     serve,
 )
+from asyncrl.base.waits import Signal
 from asyncrl.messages import trainer_api as api
+from asyncrl.messages.tokens import Tokens
 from asyncrl.models.devices import choose_device
 from asyncrl.trainer.loss.step_metrics import hold_record
 from asyncrl.trainer.ranks.rank import TrainerRank
@@ -48,6 +50,7 @@ from asyncrl.trainer.ranks.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 
 T = TypeVar("T")
+UnpackedBatch = tuple[api.BatchHeader, Tokens]
 Finish = Callable[[], api.ExportResponse]
 """Waits for an export."""
 log = logging.getLogger("asyncrl.trainer")
@@ -69,6 +72,12 @@ class TrainerService:
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self._failure: Refused | None = None
         self._begun: Finish | None = None
+        self._wanted: tuple[int, Future[BaseModel]] | None = None
+        """An export of a version above this one has been requested."""
+        self._made_soon = 0
+        """Version that the steps on the torch thread make."""
+        self._num_broken = 0
+        self._turn = Signal()
         # torch's number of CPU threads belongs to the calling thread.
         self.rank = self._torch_thread.submit(self._make_rank).result()
         if not self.rank.ranks.is_first:
@@ -99,16 +108,19 @@ class TrainerService:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._torch_thread, work)
 
-    def _together(self, name: str, content: bytes) -> object:
-        """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and
-        Refused.
+    def _together(
+        self, name: str, content: bytes, body: UnpackedBatch | None = None
+    ) -> object:
+        """Make a call on all ranks, from rank 0's torch thread. `body`: the content, if
+        it has been read. Raises its errors, and Refused.
         """
         if self._failure is not None:
             raise self._failure
         call = CALLS[name]
+        asked = name.removesuffix("_together")
         # Read it before the other ranks get it: a body that cannot be read would end
         # them.
-        body = call.read(content)
+        body = call.read(content) if body is None else body
         try:
             self.rank.ranks.send(name, content)
             return call.function(self, body)
@@ -118,7 +130,7 @@ class TrainerService:
             raise
         except (OSError, SafetensorError) as error:
             # file errors do not desynchronize the ranks
-            raise _cannot_write(name, error) from error
+            raise _cannot_write(asked, error) from error
         except Exception as error:
             # For good: the groups are broken, or the other ranks wait in a call that
             # this rank has left, and each further call would wait for its timeout. The
@@ -128,7 +140,7 @@ class TrainerService:
                 words = _words(error)
                 self._failure = Refused(
                     LOST_STATUS,
-                    f"rank 0 has failed in /{name}: {words.error}",
+                    f"rank 0 has failed in /{asked}: {words.error}",
                     rule="the ranks of a trainer make each call together, or start again",
                     way_out=words.way_out,
                 )
@@ -191,12 +203,11 @@ class TrainerService:
 
     # ---- calls on all ranks
 
-    def train(self, batch: bytes) -> api.TrainResponse:
-        header, arrays = api.unpack_batch(batch)
-        return self._trained(self.rank.train(header, arrays))
+    def train_together(self, batch: UnpackedBatch) -> api.TrainResponse:
+        return self._trained(self.rank.train(*batch))
 
-    def evaluate(self, batch: bytes) -> api.TrainResponse:
-        return self._trained(self.rank.evaluate(*api.unpack_batch(batch)))
+    def evaluate(self, batch: UnpackedBatch) -> api.TrainResponse:
+        return self._trained(self.rank.evaluate(*batch))
 
     def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
         finite = {
@@ -210,7 +221,7 @@ class TrainerService:
             rollout_advantages=self.rank.rollout_advantages,
         )
 
-    def begin_export(self, _: bytes) -> api.TrainerHealth:
+    def export_together(self, _: bytes) -> api.TrainerHealth:
         name = f"v{self.rank.policy_version}.safetensors"
         path = self._spec.staging_dir / name
         self._begun = self.rank.begin_export(path)
@@ -219,11 +230,78 @@ class TrainerService:
 
     # ---- calls of rank 0, which wait outside the torch thread
 
+    async def train(self, content: bytes) -> api.TrainResponse:
+        # Not on the torch thread, which may run the step before.
+        batch = await asyncio.to_thread(api.unpack_batch, content)
+        return await self._step(content, batch)
+
+    async def train_next(self, content: bytes) -> api.TrainResponse:
+        """Train once the torch thread has the step before. Raises Refused if that step
+        fails.
+        """
+        batch = await asyncio.to_thread(api.unpack_batch, content)
+        version, num_broken = batch[0].version, self._num_broken
+        # Two requests that are sent one after the other may arrive in any order.
+        await self._turn.wait_for(
+            lambda: (
+                version <= max(self._made_soon, self.rank.policy_version)
+                or self._num_broken > num_broken
+            )
+        )
+        return await self._step(content, batch)
+
+    async def _step(self, content: bytes, batch: UnpackedBatch) -> api.TrainResponse:
+        def step() -> object:
+            # A step that was sent early must not go before the export.
+            self._export_wanted()
+            return self._together("train_together", content, batch)
+
+        self._made_soon = batch[0].version + 1
+        self._turn.notify()
+        try:
+            answer = await self._on_torch_thread(step)
+        except BaseException:
+            # The next step is refused, too: its version is no longer the next one.
+            self._made_soon = self.rank.policy_version
+            self._num_broken += 1
+            raise
+        finally:
+            self._turn.notify()
+        if self._wanted is not None:
+            self._on_torch_thread(self._export_wanted)
+        assert isinstance(answer, api.TrainResponse)
+        return answer
+
+    async def begin_export(self, asked: api.BeginExportRequest) -> BaseModel:
+        """Return once an export of a version above `asked.above` has begun: at once, or
+        right after the step that makes it.
+        """
+        if self._wanted is not None:
+            self._wanted[1].cancel()  # of a caller that is gone
+        begun = Future[BaseModel]()
+        self._wanted = asked.above, begun
+        self._on_torch_thread(self._export_wanted)
+        return await asyncio.wrap_future(begun)
+
+    def _export_wanted(self) -> None:
+        """Begin the export that is wanted, if its version is there. On the torch thread."""
+        wanted = self._wanted
+        if wanted is None or self.rank.policy_version <= wanted[0]:
+            return
+        self._wanted = None
+        if not wanted[1].set_running_or_notify_cancel():
+            return
+        try:
+            self._together("export_together", b"")
+            wanted[1].set_result(self.health())
+        except Exception as error:  # the caller's, not the next step's
+            wanted[1].set_exception(error)
+
     async def export(self, _: bytes) -> api.ExportResponse:
         """Wait for the export that has begun, or begin one."""
         # Another call may take the export that this one begins.
         while (finish := self._take_begun()) is None:
-            await self._on_torch_thread(lambda: self._together("begin_export", b""))
+            await self._on_torch_thread(lambda: self._together("export_together", b""))
         try:
             # Not on the torch thread, or the copy would hold up the next step.
             answer = await asyncio.to_thread(finish)
@@ -264,24 +342,30 @@ class RankCall(NamedTuple):
     with the trainer's health.
     """
 
-    body: type[BaseModel] | type[bytes]
+    body: type[BaseModel] | Callable[[bytes], Any]
     function: Callable[[TrainerService, Any], Any]
     on_all_ranks: bool = True
 
-    def read(self, content: bytes) -> BaseModel | bytes:
-        """Return the body as a message, or as its bytes. Raises Refused for a message of
-        another form.
+    def read(self, content: bytes) -> Any:
+        """Return the body as a message, or as `body` reads it. Raises Refused for a
+        message of another form.
         """
-        if issubclass(self.body, bytes):
-            return content
-        return read_message(self.body, content)
+        body: Any = self.body
+        if isinstance(body, type) and issubclass(body, BaseModel):
+            return read_message(body, content)
+        return body(content)
 
 
 CALLS = {
     "beat": RankCall(bytes, lambda self, _: self.rank.ranks.gather(None)),
-    "train": RankCall(bytes, TrainerService.train),
-    "evaluate": RankCall(bytes, TrainerService.evaluate),
-    "begin_export": RankCall(bytes, TrainerService.begin_export),
+    "train": RankCall(bytes, TrainerService.train, on_all_ranks=False),
+    "train_next": RankCall(bytes, TrainerService.train_next, on_all_ranks=False),
+    "train_together": RankCall(api.unpack_batch, TrainerService.train_together),
+    "evaluate": RankCall(api.unpack_batch, TrainerService.evaluate),
+    "begin_export": RankCall(
+        api.BeginExportRequest, TrainerService.begin_export, on_all_ranks=False
+    ),
+    "export_together": RankCall(bytes, TrainerService.export_together),
     "export_chunk": RankCall(
         api.ExportChunkRequest,
         lambda self, asked: self.rank.export_chunk(asked.version, asked.index),
