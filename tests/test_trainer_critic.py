@@ -83,8 +83,9 @@ def test_gae_equals_the_plain_sum_of_errors(
     seed: int, discount: float, lam: float
 ) -> None:
     rng = np.random.default_rng(seed)
-    # some sequences have no token
+    # all sequences but the first may have no token
     length_B = torch.from_numpy(rng.integers(0, 30, rng.integers(1, 6)))
+    length_B[0] += 1
     num_tokens = int(length_B.sum())
     value_M, reward_M = torch.from_numpy(rng.normal(size=(2, num_tokens))).float()
     advantage_M, return_M = gae(reward_M, value_M, length_B, discount, lam)
