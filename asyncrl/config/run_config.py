@@ -492,7 +492,7 @@ class RunConfig(JobConfig):
         if self.algorithm.needs_critic != (self.critic is not None):
             yield (
                 f"algorithm.advantage={advantage} and critic do not agree; "
-                "set both algorithm.advantage=gae and critic={}, or neither"
+                "set both algorithm.advantage=gae and critic={}, or remove both"
             )
         if self.critic is None:
             return

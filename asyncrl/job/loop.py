@@ -65,7 +65,7 @@ from asyncrl.trainer.model.model_folder import fetch_architectures
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
+class BegunStep(NamedTuple):
     """A batch that the trainer has, and what the trainer waited for before."""
 
     batch: Batch
@@ -260,7 +260,7 @@ class Job(TrainingJob):
         num_steps = self.lifecycle.config.trainer.num_steps
         self._num_done = run.trainer.policy_version
         recording: asyncio.Future[None] | None = None
-        beginning: asyncio.Task[Step | None] | None = None
+        beginning: asyncio.Task[BegunStep | None] | None = None
         try:
             while self._num_done < num_steps:
                 if beginning is None:
@@ -325,7 +325,7 @@ class Job(TrainingJob):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _begin_step(self, run: Components) -> Step | None:
+    async def _begin_step(self, run: Components) -> BegunStep | None:
         """Form a batch, make it durable, and send it to the trainer; None: the run stops."""
         batch = await self._next_batch(run)
         if batch is None:
@@ -354,7 +354,7 @@ class Job(TrainingJob):
             await self._done.wait_for(lambda: self._num_done >= version - num_ahead)
         run.buffer.begin_step_nowait(version)
         answer = self._task(self._train(run, version, body), f"step {version + 1}")
-        return Step(batch, waits, answer)
+        return BegunStep(batch, waits, answer)
 
     async def _train(self, run: Components, version: int, body: bytes) -> TrainResponse:
         clock = asyncio.get_running_loop().time
