@@ -452,6 +452,34 @@ class HFChatTokenizer:
         ending = self._ids(last + self.next_ends[0])
         return not inner or not self.end_ids.isdisjoint(ending)
 
+    def changed_answer(self, thinking: tuple[str, str]) -> tuple[str, str] | None:
+        """Return an answer as it is sampled, and as the template writes it once the user
+        has continued; None if both are equal. `thinking`: the marks around a thought.
+
+        Example of Qwen3: "<think> Because of it. </think> It is four." becomes "It is
+        four."
+        """
+        said = "It is four."
+        begin, end = thinking
+        answer = f"{begin}\nBecause of it.\n{end}\n\n{said}"
+        chat = [
+            {"role": "user", "content": "What is it?"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "Why so?"},
+        ]
+        try:
+            prompt = self.render(chat[:1])
+            later = self.render(chat)
+        except ValueError:
+            return None  # it has no such conversations
+        if prompt.rstrip().endswith(begin):
+            answer = answer.removeprefix(begin)
+        sampled = prompt + answer
+        if "".join(later.split()).startswith("".join(sampled.split())):
+            return None
+        start = len(os.path.commonprefix([sampled, later]))
+        return sampled[start:], later[start:].partition(said)[0] + said
+
     def find_end(self, text: str) -> str:
         """Return the tokens that end a turn among those of an answer's text."""
         ends = self.end_ids.union(self._ids(self.closing)) & self.special_ids

@@ -24,6 +24,7 @@ from asyncrl.job.check.model_check import (
     check_support,
     check_tokenizer,
     find_models,
+    later_prompts,
     try_engines,
 )
 from asyncrl.job.check.prompt_check import check_prompts
@@ -172,7 +173,7 @@ def validate(
     )
     check_prompts(config, found, tokenizer)
     if tokenizer is not None:
-        find_tool_format(config.gateway.tool_format, tokenizer.template)
+        found.lines += later_prompts(config, tokenizer)
     elif ":" in config.gateway.tool_format:
         find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:

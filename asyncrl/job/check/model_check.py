@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig, RunConfig
 from asyncrl.job.check.found import Found
@@ -44,6 +45,22 @@ def check_architecture(config: RunConfig) -> Iterator[str]:
             auto = "auto is " if config.trainer.router_aux_loss == "auto" else ""
             shown = f"{weight:g}" if weight else "off"
             yield f"trainer.router_aux_loss: {auto}{shown}"
+
+
+def later_prompts(config: RunConfig, tokenizer: HFChatTokenizer) -> Iterator[str]:
+    """Yield how the template changes earlier answers. Raises ConfigError if there is no
+    such tool format.
+    """
+    tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
+    if changed := tokenizer.changed_answer(tool_format.thinking):
+        sampled, written = changed
+        effect = "and later prompts are its own"
+        if config.gateway.thoughts == "keep":
+            effect = "but later prompts keep the sampled tokens"
+        yield (
+            f"conversations: the template writes the earlier answer {sampled!r} as {written!r}, "
+            f"{effect} (gateway.thoughts={config.gateway.thoughts})"
+        )
 
 
 def check_support(config: RunConfig, found: Found) -> None:
