@@ -14,7 +14,7 @@ from needed_extensions import missing_of
 
 if TYPE_CHECKING:
     from trainer_cases import MakeStep
-    from vllm_house import House
+    from vllm_house import World
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -206,7 +206,7 @@ def whole(on_policy: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """The vLLM server of all tests that need no special settings (vllm_house.py). At
     its end it is asked to end, and must leave nothing behind.
     """
@@ -214,7 +214,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
     from asyncrl.base.signals import END
 
-    with faulty_vllm_house(tmp_path_factory.mktemp("vllm")) as house:
-        yield house
-        process = house.process
+    with faulty_vllm_house(tmp_path_factory.mktemp("vllm")) as world:
+        yield world
+        process = world.process
         process.assert_leaves_nothing(lambda: process.process.send_signal(END), 0)

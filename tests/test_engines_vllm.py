@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from contract_servers import SLOTS
-from vllm_house import House
+from vllm_house import World
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
@@ -31,27 +31,27 @@ async def push(
 
 
 def next_of(
-    server: VllmServer, house: House, seed: int, **changes: Any
+    server: VllmServer, world: World, seed: int, **changes: Any
 ) -> ExportResponse:
-    return house.stage(server.policy_version + 1, house.weights(seed), **changes)
+    return world.stage(server.policy_version + 1, world.weights(seed), **changes)
 
 
-def check_gap(house: House, request: SamplingRequest, answer: SegmentPart) -> None:
+def check_gap(world: World, request: SamplingRequest, answer: SegmentPart) -> None:
     """Each token is what the weights of its version give."""
     assert len(answer.logprobs) == len(answer.token_ids)
     for span in answer.sampled.spans:
-        weights = house.pushed[span.version]
+        weights = world.pushed[span.version]
         where = {"start": span.start, "end": span.end}
         temperature = request.temperature or 1.0
         given = (request.prompt_ids, answer.token_ids, answer.logprobs, temperature)
-        assert house.gap(weights, *given, **where) <= 1e-4, (
+        assert world.gap(weights, *given, **where) <= 1e-4, (
             f"not of version {span.version}"
         )
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 def test_every_token_has_its_version_through_three_publishes(
-    house: House, interrupt: Interrupt
+    world: World, interrupt: Interrupt
 ) -> None:
     """Requests run until the last publish. Half of them are streamed."""
     max_tokens, step = 200, 60
@@ -61,7 +61,7 @@ def test_every_token_has_its_version_through_three_publishes(
     async def story(server: VllmServer) -> None:
         pool, first = EnginePool([server], slots=SLOTS), server.policy_version
         staged = [
-            house.stage(first + number, house.weights(100 + number))
+            world.stage(first + number, world.weights(100 + number))
             for number in (1, 2, 3)
         ]
         more, over = asyncio.Event(), False
@@ -120,8 +120,8 @@ def test_every_token_has_its_version_through_three_publishes(
             )
             for span in spans:
                 spans_seen.add(span.version)
-                gap = house.gap(
-                    house.pushed[span.version], *given, start=span.start, end=span.end
+                gap = world.gap(
+                    world.pushed[span.version], *given, start=span.start, end=span.end
                 )
                 is_exact = (
                     interrupt != "keep_kv"
@@ -138,52 +138,52 @@ def test_every_token_has_its_version_through_three_publishes(
             0,
         )
 
-    house.run(story)
+    world.run(story)
 
 
-def mend(house: House) -> None:
+def mend(world: World) -> None:
     """After a push that was refused: the weights of no version are replaced by right
     ones, behind the back of any client.
     """
-    house.process.rpc("asyncrl_plant", fault="")
-    house.process.ask(
-        "POST", "/update_weight_version", {"new_version": f"{house.version}~"}
+    world.process.rpc("asyncrl_plant", fault="")
+    world.process.ask(
+        "POST", "/update_weight_version", {"new_version": f"{world.version}~"}
     )
 
     async def story(server: VllmServer) -> None:
-        await push(server, next_of(server, house, 50 + house.version))
-        request = house.request()
-        check_gap(house, request, await server.generate_segment(request))
+        await push(server, next_of(server, world, 50 + world.version))
+        request = world.request()
+        check_gap(world, request, await server.generate_segment(request))
 
-    house.run(story)
+    world.run(story)
 
 
 @pytest.mark.parametrize("fault", ["stale_head", "swap_names"])
-def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> None:
+def test_wrongly_loaded_weights_are_not_announced(world: World, fault: str) -> None:
     """Each call of vLLM's answers 200, and the digests agree: they are of the file."""
 
     async def story(server: VllmServer) -> None:
         before = server.policy_version
-        house.process.rpc("asyncrl_plant", fault=fault)
+        world.process.rpc("asyncrl_plant", fault=fault)
         with pytest.raises(
             EngineError, match=f"does not compute with policy_version {before + 1}"
         ):
-            await push(server, next_of(server, house, 30 + before))
+            await push(server, next_of(server, world, 30 + before))
         assert server.policy_version == before
         with pytest.raises(EngineLost, match="belong to no version"):
-            await server.generate_segment(house.request())
+            await server.generate_segment(world.request())
 
-    house.run(story)
-    mend(house)
+    world.run(story)
+    mend(world)
 
 
-def test_incomplete_weights_break_a_server_until_a_full_load(house: House) -> None:
+def test_incomplete_weights_break_a_server_until_a_full_load(world: World) -> None:
     async def story(server: VllmServer) -> None:
-        manifest = next_of(server, house, 70 + house.version)
-        weights = house.pushed[manifest.version]
+        manifest = next_of(server, world, 70 + world.version)
+        weights = world.pushed[manifest.version]
         del weights["model.layers.1.self_attn.k_proj.weight"]
         with pytest.raises(EngineLost, match="model.layers.1.self_attn.qkv_proj"):
-            await push(server, house.stage(manifest.version, weights))
+            await push(server, world.stage(manifest.version, weights))
 
-    house.run(story)
-    mend(house)
+    world.run(story)
+    mend(world)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_cases import adapters, merged
 from torch import Tensor
-from vllm_house import House, vllm_house
+from vllm_house import World, vllm_house
 from vllm_process import ROOT, vllm_python
 
 from asyncrl.base.errors import EngineError
@@ -32,11 +32,11 @@ UP_PROJ = "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with vllm_house(
         tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK
-    ) as house:
-        yield house
+    ) as world:
+        yield world
 
 
 def stage(
@@ -50,7 +50,7 @@ def stage(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_adapters_give_what_merged_weights_give(house: House) -> None:
+def test_adapters_give_what_merged_weights_give(world: World) -> None:
     # The first push finds requests without an adapter, which cannot continue with one.
     pushes: list[tuple[Interrupt, tuple[str, ...], bool]] = [
         ("keep", (Q_PROJ, DOWN_PROJ), False),
@@ -61,29 +61,29 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
     ]
 
     async def story(server: VllmServer) -> None:
-        weights = house.base
+        weights = world.base
 
         def gap(answer: SegmentPart, of: dict[str, Tensor], start: int = 0) -> float:
             given = (of, [10, 11, 12], answer.token_ids, answer.logprobs)
-            return house.gap(*given, start=start)
+            return world.gap(*given, start=start)
 
         for version, (interrupt, modules, is_kept) in enumerate(pushes, 1):
-            tensors = adapters(house.model_path, modules, seed=version)
+            tensors = adapters(world.model_path, modules, seed=version)
             old = weights
-            weights = merged(house.model_path, tensors, torch.float32)
+            weights = merged(world.model_path, tensors, torch.float32)
             manifest = stage(
-                tensors, version, house.scratch, canary=house.canary(weights)
+                tensors, version, world.scratch, canary=world.canary(weights)
             )
             assert await server.prepare(manifest) == manifest.digest
             chunks = asyncio.Queue[SegmentPart]()
             unstreamed, streamed = (
-                server.generate_segment(house.request(max_tokens=700), on_chunk=one)
+                server.generate_segment(world.request(max_tokens=700), on_chunk=one)
                 for one in (None, chunks.put_nowait)
             )
             running = asyncio.gather(unstreamed, streamed)
             await chunks.get()
             await server.commit(version, manifest.digest, interrupt)
-            fresh = await server.generate_segment(house.request(max_tokens=40))
+            fresh = await server.generate_segment(world.request(max_tokens=40))
             assert [span.version for span in fresh.sampled.spans] == [version]
             assert gap(fresh, weights) <= 1e-4
             kept, _ = await running
@@ -94,7 +94,7 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
                 assert gap(kept, weights, last.start) <= 1e-4
             assert gap(fresh, old) > 0.01, "the adapter changes the logprobs"
         folders = sorted(
-            path.name[:9] for path in house.process.scratch().glob("adapter-*")
+            path.name[:9] for path in world.process.scratch().glob("adapter-*")
         )
         assert folders == ["adapter-4", "adapter-5"]
         # vLLM leaves layers out that it does not know.
@@ -102,12 +102,12 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
         unknown = {
             name.replace("model.", "model.text."): one for name, one in tensors.items()
         }
-        manifest = stage(unknown, version, house.scratch)
+        manifest = stage(unknown, version, world.scratch)
         assert await server.prepare(manifest) == manifest.digest
         with pytest.raises(EngineError, match="uses no adapters of 2 layers"):
             await server.commit(version, manifest.digest, "abort")
 
-    house.run(story)
+    world.run(story)
 
 
 PRODUCTS = """

@@ -45,7 +45,7 @@ PROMPTS = tuple(
 )
 
 
-class House:
+class World:
     """Publish a version a second; run the real evaluation over a separate fake engine."""
 
     def __init__(
@@ -116,11 +116,11 @@ class House:
 
 @virtual
 async def test_weights_that_cannot_be_kept_end_only_the_evaluation() -> None:
-    house = House(every=2, last=5)
-    (house.folder / "eval-4.safetensors").touch()
-    await house.live()
-    assert house.versions == [0, 2]
-    (trouble,) = house.troubles
+    world = World(every=2, last=5)
+    (world.folder / "eval-4.safetensors").touch()
+    await world.live()
+    assert world.versions == [0, 2]
+    (trouble,) = world.troubles
     assert trouble.startswith(
         "the run continues without evaluation: evaluation: cannot"
     )
@@ -129,23 +129,23 @@ async def test_weights_that_cannot_be_kept_end_only_the_evaluation() -> None:
 
 @virtual
 async def test_several_evaluations_follow_their_schedules() -> None:
-    house = House(every={"often": 2, "seldom": 5}, last=7)
-    post, loaded = house.eval_engine.post, list[int]()
+    world = World(every={"often": 2, "seldom": 5}, last=7)
+    post, loaded = world.eval_engine.post, list[int]()
 
     async def noting(path: str, body: Any, *args: Any, **keywords: Any) -> Any:
         loaded.extend([body.version] if path == "/prepare" else [])
         return await post(path, body, *args, **keywords)
 
-    house.eval_engine.post = noting  # type: ignore[method-assign]
-    await house.live()
-    found = [(result.version, result.name) for result in house.results]
+    world.eval_engine.post = noting  # type: ignore[method-assign]
+    await world.live()
+    found = [(result.version, result.name) for result in world.results]
     both = [(version, name) for version in (0, 7) for name in ("often", "seldom")]
     assert sorted(found) == sorted(
         [*both, (2, "often"), (4, "often"), (6, "often"), (5, "seldom")]
     )
     assert (found[:2], found[-2:]) == (both[:2], both[2:])
     assert loaded == [2, 4, 5, 6, 7], "once a version"
-    assert (house.kept, house.troubles) == ([], [])
+    assert (world.kept, world.troubles) == ([], [])
 
 
 @given(
@@ -183,22 +183,22 @@ def test_schedule_is_the_same_after_a_resume(
 async def test_run_ends_without_files_for_any_engine_failure(
     decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
 ) -> None:
-    house = House(
+    world = World(
         every=every,
         last=12,
         decode_s=decode_s,
         prepare_s=prepare_s,
         timeout_s=timeout_s,
     )
-    await house.live(
+    await world.live(
         before_step=lambda version: (
-            house.eval_engine.die() if version == death else None
+            world.eval_engine.die() if version == death else None
         )
     )
-    assert house.kept == []
-    assert house.versions == sorted(set(house.versions))
-    stats = house.evaluation.stats
-    assert stats.finished == len(house.results)
+    assert world.kept == []
+    assert world.versions == sorted(set(world.versions))
+    stats = world.evaluation.stats
+    assert stats.finished == len(world.results)
     if stats.state != "off":
         due = {0, 12, *range(every, 13, every)}
         assert stats.finished + stats.skipped + stats.abandoned == len(due)
@@ -207,10 +207,10 @@ async def test_run_ends_without_files_for_any_engine_failure(
 @pytest.mark.parametrize("late", ["decode_s", "prepare_s"])
 @virtual
 async def test_late_evaluation_is_abandoned(late: str) -> None:
-    house = House(every=1, last=2, timeout_s=5.0, **{late: 1000.0})
-    await house.live()
+    world = World(every=1, last=2, timeout_s=5.0, **{late: 1000.0})
+    await world.live()
     assert asyncio.get_running_loop().time() < 60.0
-    assert "eval.timeout_s=5.0" in house.troubles[0]
+    assert "eval.timeout_s=5.0" in world.troubles[0]
 
 
 # ---- one evaluation
@@ -341,23 +341,23 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
 async def test_weights_that_do_not_arrive_cost_only_evaluations(
     error: ComponentError, lost_version: int, evaluated: list[int]
 ) -> None:
-    house = House(every=3, last=7)
+    world = World(every=3, last=7)
 
     async def fetch(_node: int, request: FileRequest, _timeout_s: float) -> str:
         name = request.url.rpartition("/")[2]
         if name == f"v{lost_version}":
             raise error
-        return str(house.folder / name)
+        return str(world.folder / name)
 
     trainer = Caller("trainer-0", "http://10.0.0.1:80", "secret")
     files = NodeFiles(fetch, trainer, {"engine-eval": 1}, trainer_node=0, timeout_s=5.0)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(house.evaluation.run(), name="evaluation")
-        for version in range(1, house.last + 1):
+        running = tasks.create_task(world.evaluation.run(), name="evaluation")
+        for version in range(1, world.last + 1):
             await asyncio.sleep(1.0)
-            manifest = house.export(version)
-            await publish_to(house.evaluation, files, manifest)
-        await house.evaluation.wait_last()
+            manifest = world.export(version)
+            await publish_to(world.evaluation, files, manifest)
+        await world.evaluation.wait_last()
         running.cancel()
-    assert house.versions == evaluated
-    assert bool(house.troubles) == (7 not in evaluated)
+    assert world.versions == evaluated
+    assert bool(world.troubles) == (7 not in evaluated)

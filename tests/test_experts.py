@@ -41,7 +41,7 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3PreTrainedModel,
 )
-from vllm_house import CANARY_LIMIT, House
+from vllm_house import CANARY_LIMIT, World
 from vllm_process import vllm_process
 from weight_cases import chunks_of, prepare_request
 
@@ -583,6 +583,6 @@ def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(
     with vllm_process(given, tmp_path / "server") as process:
         process.wait_ready(800)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(
+        World(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(
             story, CANARY_LIMIT, facts
         )

@@ -250,8 +250,16 @@ def test_every_package_that_is_imported_is_declared() -> None:
     declared = {
         re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in sum(lists, [])
     }
-    # of mlflow-skinny, pyyaml, ipython, wandb, openenv-core, opentelemetry-sdk
-    declared |= {"mlflow", "yaml", "IPython", "requests", "openenv", "opentelemetry"}
+    # of mlflow-skinny, pyyaml, ipython, wandb, openenv-core, opentelemetry-sdk, protobuf
+    declared |= {
+        "mlflow",
+        "yaml",
+        "IPython",
+        "requests",
+        "openenv",
+        "opentelemetry",
+        "google",
+    }
     imports = re.findall(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", SOURCE, re.M)
     tops = {"".join(either) for either in imports} - sys.stdlib_module_names
     # torch for CUDA brings its own Triton, and the CPU build does not

@@ -13,7 +13,7 @@ import pytest
 from fakes import FakeEngine, FakeScorer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from producer_cases import House
+from producer_cases import World
 from rollout_cases import one_token, virtual
 from token_cases import completion_of
 
@@ -35,20 +35,20 @@ ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
 
 @virtual
 async def test_ticket_is_requested_only_for_free_slots() -> None:
-    async with House(num_tickets=0, capacity=2) as house:
+    async with World(num_tickets=0, capacity=2) as world:
         await all_blocked()
-        house.sink.allow(1)
+        world.sink.allow(1)
         await all_blocked()
-        house.sink.allow(1)
-        house.sink.start_version = 1
+        world.sink.allow(1)
+        world.sink.start_version = 1
         await asyncio.sleep(0.5)
-        assert house.admitted == [0], (
+        assert world.admitted == [0], (
             "leave was given, but its ticket would be stamped too early"
         )
-        house.sink.start_version = house.engine.policy_version = 2
+        world.sink.start_version = world.engine.policy_version = 2
         await asyncio.sleep(0.5)
         await all_blocked()
-        assert [ticket.start_version for ticket in house.sink.admitted] == [0, 2]
+        assert [ticket.start_version for ticket in world.sink.admitted] == [0, 2]
 
 
 @virtual
@@ -57,14 +57,14 @@ async def test_group_with_its_rewards_waits_for_teachers() -> None:
 
     async def annotate(rollout: Rollout, task: str) -> Rollout:
         await asyncio.sleep(1)
-        seen.append([phase for _, phase in house.sink.phases])
+        seen.append([phase for _, phase in world.sink.phases])
         return rollout
 
-    async with House(num_tickets=1, group_size=2, judge=annotate) as house:
+    async with World(num_tickets=1, group_size=2, judge=annotate) as world:
         await asyncio.sleep(100)
     # The second rollout still lacks its reward when the first one has it.
     assert seen == [["scoring", "scoring", "teaching"]] * 2
-    assert len(house.sink.finished) == 1
+    assert len(world.sink.finished) == 1
 
 
 @virtual
@@ -73,46 +73,46 @@ async def test_failed_prompt_returns_at_a_later_version() -> None:
     scorer = FakeScorer(
         lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0
     )
-    async with House(
+    async with World(
         engine=engine, scorer=scorer, num_tickets=4, capacity=1, **ALONE
-    ) as house:
+    ) as world:
         await asyncio.sleep(1.5)
-        assert house.sink.failed == [0]
+        assert world.sink.failed == [0]
         await asyncio.sleep(3.0)
         fails.clear()
-        assert house.trained == ["p2", "p3"]
-        assert not house.source.requeued, (
+        assert world.trained == ["p2", "p3"]
+        assert not world.source.requeued, (
             "a group of the same version gets a new prompt"
         )
-        assert [prompt.prompt_id for prompt in house.producers.prompts_out()] == [
+        assert [prompt.prompt_id for prompt in world.producers.prompts_out()] == [
             "p0",
             "p1",
         ]
-        house.sink.start_version = engine.policy_version = 1
-        house.sink.allow(2)
+        world.sink.start_version = engine.policy_version = 1
+        world.sink.allow(2)
         await asyncio.sleep(2.5)
         again = [
-            (prompt.prompt_id, prompt.num_requeued) for prompt in house.source.requeued
+            (prompt.prompt_id, prompt.num_requeued) for prompt in world.source.requeued
         ]
         assert again == [("p0", 1), ("p1", 1)]
-        assert sorted(house.trained) == ["p0", "p1", "p2", "p3"]
+        assert sorted(world.trained) == ["p0", "p1", "p2", "p3"]
         assert len({request.seed for request in engine.requests}) == 6
-        assert (house.requeued, house.count("given_up")) == ([1, 1], 0)
+        assert (world.requeued, world.count("given_up")) == ([1, 1], 0)
 
 
 @virtual
 async def test_prompt_that_always_fails_is_given_up() -> None:
     engine = FakeEngine()
     scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id == "p0" else 1.0)
-    async with House(
+    async with World(
         engine=engine, scorer=scorer, num_tickets=2, max_requeues=2, **ALONE
-    ) as house:
+    ) as world:
         for version in range(1, 6):
             await asyncio.sleep(10.0)
-            house.sink.start_version = engine.policy_version = version
-            house.sink.allow(2)
+            world.sink.start_version = engine.policy_version = version
+            world.sink.allow(2)
         await asyncio.sleep(10.0)
-        assert house.requeued == [1, 2, None], (
+        assert world.requeued == [1, 2, None], (
             "its returns; it is given up at the third failure"
         )
 
@@ -136,17 +136,17 @@ async def test_prompt_that_always_fails_is_given_up() -> None:
 async def test_impossible_prompt_is_given_up_without_a_try(
     prompt_id: str, content: str, why: str
 ) -> None:
-    async with House(num_tickets=0, retries=2) as house:
+    async with World(num_tickets=0, retries=2) as world:
         messages = ({"role": "user", "content": content},)
-        house.source.front.append(Prompt(prompt_id, messages))
-        house.sink.allow(2)
+        world.source.front.append(Prompt(prompt_id, messages))
+        world.sink.allow(2)
         await asyncio.sleep(5.0)
-        tries = [event[2:4] for event in house.journal.named("add_failure")]
+        tries = [event[2:4] for event in world.journal.named("add_failure")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
         why = f"r1 cannot be sampled: [prompt] {why}"
-        assert why in house.journal.named("end_group")[0][3], "and it is never cut"
+        assert why in world.journal.named("end_group")[0][3], "and it is never cut"
         assert [
-            house.count(name) for name in ("failed_groups", "given_up", "retried")
+            world.count(name) for name in ("failed_groups", "given_up", "retried")
         ] == [1, 1, 0]
 
 
@@ -156,11 +156,11 @@ async def test_too_many_failed_groups_end_the_run() -> None:
         lambda prompt, _: f"0 / 0 at {prompt.prompt_id}\n  Way out: no."
     )
     with pytest.raises(ExceptionGroup) as caught:
-        async with House(scorer=scorer, capacity=2, max_failed_groups=3) as house:
+        async with World(scorer=scorer, capacity=2, max_failed_groups=3) as world:
             await asyncio.sleep(60.0)
     said = r"producers: 3 groups in a row .* at p2; rollout.max_failed_groups=3.*\n  Way out: no.$"
     assert caught.group_contains(TaskError, match=said)
-    assert house.requeued == [1, 1, 1], (
+    assert world.requeued == [1, 1, 1], (
         "an outage costs no prompt: a resume has all three"
     )
 
@@ -196,39 +196,39 @@ async def test_every_ticket_is_answered_once_within_capacity(
         "max_failed_groups": 99,
         "timeout_s": 20.0,
     }
-    async with House(engine=engine, scorer=scorer, num_tickets=10, **limits) as house:
+    async with World(engine=engine, scorer=scorer, num_tickets=10, **limits) as world:
         dropped: list[GroupId] = []
 
         def answered() -> list[GroupId]:
             return [
-                *(group.group_id for group in house.sink.finished),
-                *house.sink.failed,
+                *(group.group_id for group in world.sink.finished),
+                *world.sink.failed,
                 *dropped,
             ]
 
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
-            if running := sorted({*house.admitted} - {*answered()}):
-                house.producers.on_requeued(running[0], None, "overdue")
+            if running := sorted({*world.admitted} - {*answered()}):
+                world.producers.on_requeued(running[0], None, "overdue")
                 dropped.append(running[0])
-                house.sink.allow(1)
+                world.sink.allow(1)
         await asyncio.sleep(2000.0)
-        assert sorted(answered()) == house.admitted == list(range(10 + len(dropped)))
+        assert sorted(answered()) == world.admitted == list(range(10 + len(dropped)))
         assert engine.peak_running <= capacity
         assert len({request.seed for request in engine.requests}) == len(
             engine.requests
         )
-        finished = house.trained
+        finished = world.trained
         assert len(set(finished)) == len(finished), "no prompt is trained on twice"
         tried = Counter(
-            prompt.prompt_id for _, _, prompt in house.journal.named("add_admission")
+            prompt.prompt_id for _, _, prompt in world.journal.named("add_admission")
         )
         assert max(tried.values()) <= 4
         waiting = {
             prompt.prompt_id
-            for prompt in (*house.producers.prompts_out(), *house.source.front)
+            for prompt in (*world.producers.prompts_out(), *world.source.front)
         }
-        ended = len(finished) + len(waiting) + house.count("given_up")
+        ended = len(finished) + len(waiting) + world.count("given_up")
         assert len(tried) == ended, "each is trained on, comes again or is given up"
 
 
@@ -253,37 +253,37 @@ def engine_at(version: int) -> FakeEngine:
 
 def go_on(
     unfinished: UnfinishedGroup,
-    check: Callable[[House, FakeEngine], None],
+    check: Callable[[World, FakeEngine], None],
     **options: Any,
 ) -> None:
     """Resume one group, with no leave for others, and let it end."""
     engine = engine_at(2)
 
     async def story() -> None:
-        async with House(
+        async with World(
             num_tickets=0, group_size=4, engine=engine, **options
-        ) as house:
-            house.journal.add_admission_nowait(unfinished.ticket, unfinished.prompt)
-            house.producers.resume_nowait(unfinished)
+        ) as world:
+            world.journal.add_admission_nowait(unfinished.ticket, unfinished.prompt)
+            world.producers.resume_nowait(unfinished)
             await asyncio.sleep(3.0)
-            check(house, engine)
+            check(world, engine)
 
     run_virtual(story())
 
 
 @virtual
 async def test_resumed_groups_get_slots_first() -> None:
-    async with House(
+    async with World(
         num_tickets=5, group_size=4, capacity=2, engine=engine_at(2)
-    ) as house:
-        house.sink.start_version = 2
-        house.journal.add_admission_nowait(TICKET, PROMPT)
-        house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
+    ) as world:
+        world.sink.start_version = 2
+        world.journal.add_admission_nowait(TICKET, PROMPT)
+        world.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
-        assert (house.admitted, house.producers._slots.num_held) == ([], 2)
+        assert (world.admitted, world.producers._slots.num_held) == ([], 2)
         await asyncio.sleep(1.0)
         await all_blocked()
-        assert house.admitted == [0]
+        assert world.admitted == [0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -299,7 +299,7 @@ def test_resume_samples_only_the_rest_with_its_seeds(
     def known(name: str, value: Any = None) -> dict[int, Any]:
         return {index: value for index, state in enumerate(states) if state == name}
 
-    def check(house: House, engine: FakeEngine) -> None:
+    def check(world: World, engine: FakeEngine) -> None:
         expected = known("new", 0) | known("partial", attempt)
         assert sorted(
             (request.request_id, request.seed) for request in engine.requests
@@ -313,16 +313,16 @@ def test_resume_samples_only_the_rest_with_its_seeds(
         assert engine.resumed == {
             f"g7/r{index}/t0/a{attempt}": PARTIAL for index in known("partial")
         }
-        assert house.journal.named("add_admission") == [
+        assert world.journal.named("add_admission") == [
             ("add_admission", TICKET, PROMPT)
         ], "by the killed run"
         ended = {
-            event[2][0].sample_index for event in house.journal.named("add_rollout")
+            event[2][0].sample_index for event in world.journal.named("add_rollout")
         }
         assert ended == set(expected)
         usable = sorted(known("done") | expected)
         if len(usable) >= 2:
-            (group,) = house.sink.finished
+            (group,) = world.sink.finished
             assert [
                 trajectory.sample_index for trajectory in group.trajectories
             ] == usable
@@ -330,14 +330,14 @@ def test_resume_samples_only_the_rest_with_its_seeds(
                 group.trajectories[usable.index(index)] is done[0]
                 for index, done in rollouts.items()
             )
-            assert (house.producers.prompts_out(), house.journal.states) == (
+            assert (world.producers.prompts_out(), world.journal.states) == (
                 [],
                 {GroupId(7): "ready"},
             )
         else:
-            assert house.sink.failed == [7]
+            assert world.sink.failed == [7]
             aside = [replace(PROMPT, num_requeued=1)]
-            assert house.producers.prompts_out() == aside, (
+            assert world.producers.prompts_out() == aside, (
                 "set aside until a group has not failed"
             )
 

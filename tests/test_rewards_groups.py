@@ -20,7 +20,7 @@ from crash_fuzz import differences
 from fakes import FakeEngine
 from job_runs import run, start, wait_until, write_config
 from journal_cases import admit, asked, make_rollout, with_journal
-from producer_cases import FakeHost, House, run_harness
+from producer_cases import FakeHost, World, run_harness
 from rollout_cases import make_held_out, one_token, single_turn, virtual
 from scorer_cases import PROMPT, TOKENIZER, make_scorer
 
@@ -65,9 +65,9 @@ class Groups:
         return self.scorer
 
 
-def house(groups: Groups, **settings: Any) -> House:
+def world(groups: Groups, **settings: Any) -> World:
     values = {"group_size": 3, "retries": 0, "num_tickets": 1, "capacity": 3} | settings
-    return House(scorer=groups, scorers=groups, **values)
+    return World(scorer=groups, scorers=groups, **values)
 
 
 # ---- calls
@@ -160,7 +160,7 @@ async def test_group_is_scored_once_after_its_last_rollout() -> None:
     groups = Groups(lambda texts: [1.0, 2.0, 3.0])
     latencies = iter([1.0, 5.0, 2.0])
     engine = FakeEngine(latency_s=lambda _: next(latencies))
-    async with house(groups, engine=engine) as run:
+    async with world(groups, engine=engine) as run:
         await asyncio.sleep(4.9)
         assert (run.count("finished"), groups.asked) == (0, [])
         await asyncio.sleep(0.2)
@@ -181,7 +181,7 @@ async def test_group_without_its_rewards_does_not_wait_for_teachers() -> None:
         return rollout
 
     groups = Groups(lambda texts: [1.0, 2.0, 3.0])
-    async with house(groups, engine=FakeEngine(), judge=annotate) as run:
+    async with world(groups, engine=FakeEngine(), judge=annotate) as run:
         await asyncio.sleep(100)
     assert {phase for _, phase in run.sink.phases} == {"scoring"}
     assert len(run.sink.finished) == 1
@@ -202,7 +202,7 @@ def test_bad_result_costs_rollouts_and_never_the_run(
 ) -> None:
     @virtual
     async def story() -> None:
-        async with house(Groups(score), max_failed_groups=9) as run:
+        async with world(Groups(score), max_failed_groups=9) as run:
             await asyncio.sleep(2.5)
             assert run.count("failed") == num_failed
             assert words in run.producers.last_failure
@@ -222,7 +222,7 @@ async def test_group_reward_sees_which_rollouts_failed() -> None:
         return 1000.0 if "/r1/" in request.request_id else 1.0
 
     engine = FakeEngine(latency_s=latency_s)
-    async with house(groups, engine=engine, timeout_s=10.0) as run:
+    async with world(groups, engine=engine, timeout_s=10.0) as run:
         await asyncio.sleep(12.0)
     assert groups.asked == [["zzzz", None, "zzzz"]]
     (group,) = run.sink.finished
@@ -233,7 +233,7 @@ async def test_group_reward_sees_which_rollouts_failed() -> None:
 @virtual
 async def test_revoked_group_ends_the_call_of_its_reward() -> None:
     groups = Groups(lambda texts: [1.0] * 3)
-    async with house(groups) as run:
+    async with world(groups) as run:
         await asyncio.sleep(1.5)
         assert len(groups.asked) == 1
         run.producers.on_requeued(GroupId(0), None, "dropped")
@@ -357,7 +357,7 @@ def test_late_rewards_of_a_requeued_group_change_nothing(tmp_path: Path) -> None
 
 @virtual
 async def test_resumed_group_is_scored_only_if_the_journal_lacks_it() -> None:
-    def resumed(run: House, rollouts: Sequence[Any]) -> None:
+    def resumed(run: World, rollouts: Sequence[Any]) -> None:
         whole = {branch.sample_index: (branch,) for branch in rollouts}
         ticket = Ticket(GroupId(7), 0)
         run.producers.resume_nowait(UnfinishedGroup(ticket, PROMPT, whole))
@@ -365,7 +365,7 @@ async def test_resumed_group_is_scored_only_if_the_journal_lacks_it() -> None:
     groups = Groups(lambda texts: [1.0, 2.0])
     lacks = [replace(one_token(index, reward=0.0), unscored="q") for index in range(2)]
     for rollouts in (lacks, [one_token(index) for index in range(2)]):
-        async with house(groups, group_size=2, num_tickets=0) as run:
+        async with world(groups, group_size=2, num_tickets=0) as run:
             run.journal.states[GroupId(7)] = "running"
             resumed(run, rollouts)
             await asyncio.sleep(1.5)
@@ -382,7 +382,7 @@ async def test_resumed_group_may_be_larger_than_the_new_group_size() -> None:
         index: (replace(one_token(index, reward=0.0), unscored="q"),)
         for index in range(4)
     }
-    async with house(groups, group_size=2, num_tickets=0) as run:
+    async with world(groups, group_size=2, num_tickets=0) as run:
         run.journal.states[GroupId(7)] = "running"
         ticket = Ticket(GroupId(7), 0)
         run.producers.resume_nowait(UnfinishedGroup(ticket, PROMPT, whole))
@@ -399,7 +399,7 @@ async def test_fault_of_a_pool_costs_rollouts_and_never_the_run() -> None:
         raise AttributeError("Can't pickle local object")
 
     groups.scorer.score_group = broken  # type: ignore[method-assign]
-    async with house(groups, max_failed_groups=9) as run:
+    async with world(groups, max_failed_groups=9) as run:
         await asyncio.sleep(2.5)
         assert run.count("failed") == 3
         assert "raised AttributeError: Can't pickle" in run.producers.last_failure

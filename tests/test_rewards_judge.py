@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fakes import FakeEngine
 from job_runs import read_lines, run, write_config
-from producer_cases import House
+from producer_cases import World
 from rollout_cases import virtual
 from scorer_cases import PROMPT, TOKENIZER, sampled
 from scoring_cases import SECTIONS
@@ -589,9 +589,9 @@ async def test_queue_of_the_judge_is_no_time_of_the_rollout() -> None:
     engine = FakeEngine(tokens=lambda _: next(lengths))
     values = {"group_size": 3, "timeout_s": 10.0, "num_tickets": 1, "retries": 0}
     scorers = SimpleNamespace(of=lambda prompt: scorer)
-    async with House(engine=engine, scorer=scorers, **values) as house:
+    async with World(engine=engine, scorer=scorers, **values) as world:
         await asyncio.sleep(130.0)
-        (group,) = house.sink.finished
+        (group,) = world.sink.finished
     assert timed.begun == [1, 61, 121]
     assert [branch.reward for branch in group.trajectories] == [1.0] * 3
 

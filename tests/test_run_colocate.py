@@ -12,7 +12,7 @@ from colocated_cases import (
     NUM_CHUNKS,
     START_S,
     ColocatedServer,
-    House,
+    World,
     make_request,
     play,
     play_to_its_error,
@@ -23,22 +23,22 @@ from hypothesis import strategies as st
 from asyncrl.base.errors import PublishError
 from asyncrl.engines.role_client import RoleClient, least_busy
 
-live, fails = partial(play, House), partial(play_to_its_error, House)
+live, fails = partial(play, World), partial(play_to_its_error, World)
 
 
-def phases(house: House) -> list[str]:
-    return [span.text for span in house.spans if span.lane == "handovers"]
+def phases(world: World) -> list[str]:
+    return [span.text for span in world.spans if span.lane == "handovers"]
 
 
 def test_step_is_two_handovers_and_then_an_announcement() -> None:
-    async def story(house: House) -> None:
-        assert house.publisher.status()["state"] == "generating"
-        house.spans.clear()
-        await house.publisher.to_trainer()
-        assert house.worker.held == {"weights", "optimizer"}
-        assert not house.announced
-        await house.step()
-        assert phases(house) == [
+    async def story(world: World) -> None:
+        assert world.publisher.status()["state"] == "generating"
+        world.spans.clear()
+        await world.publisher.to_trainer()
+        assert world.worker.held == {"weights", "optimizer"}
+        assert not world.announced
+        await world.step()
+        assert phases(world) == [
             "engines: sleep kv and weights",
             "trainer: onload weights and optimizer",
             "trainer: offload gradients and optimizer",
@@ -47,16 +47,16 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
             "trainer: offload weights",
             "engines: wake kv",
         ]
-        assert house.announced == [1]
-        assert house.published == [(1, "w|p0#0")]
-        assert [fake.weights for fake in house.fakes] == ["w|p0#0"] * 2
-        numbers = house.publisher.gauges()
+        assert world.announced == [1]
+        assert world.published == [(1, "w|p0#0")]
+        assert [fake.weights for fake in world.fakes] == ["w|p0#0"] * 2
+        numbers = world.publisher.gauges()
         assert numbers["perf/to_trainer_s"] == pytest.approx(2 * MOVE_S)
         assert numbers["perf/to_engines_s"] == pytest.approx(
             (4 + 2 * NUM_CHUNKS) * MOVE_S
         )
-        assert house.publisher.version == 1
-        assert house.publisher.report.publish_s == pytest.approx(
+        assert world.publisher.version == 1
+        assert world.publisher.report.publish_s == pytest.approx(
             2 * NUM_CHUNKS * MOVE_S
         )
 
@@ -71,11 +71,11 @@ class Always(dict[str, str]):
 
 
 def test_broken_lease_ends_the_run_with_the_reason() -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        house.worker.refuse = Always({"/onload": "CUDA out of memory"})
-        asked = house.ask(make_request(max_tokens=4000))
-        house.fakes[0].die()
+    async def story(world: World) -> None:
+        await world.step()
+        world.worker.refuse = Always({"/onload": "CUDA out of memory"})
+        asked = world.ask(make_request(max_tokens=4000))
+        world.fakes[0].die()
         async with asyncio.timeout(24 * 3600):
             await asked
 
@@ -86,16 +86,16 @@ def test_broken_lease_ends_the_run_with_the_reason() -> None:
 
 @pytest.mark.parametrize("dies_again", [False, True])
 def test_failed_slice_for_a_new_engine_ends_the_run(dies_again: bool) -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        house.worker.refuse["/offload"] = "a bug: once"
-        asked = house.ask(make_request(max_tokens=4000))
-        house.fakes[1].die()
+    async def story(world: World) -> None:
+        await world.step()
+        world.worker.refuse["/offload"] = "a bug: once"
+        asked = world.ask(make_request(max_tokens=4000))
+        world.fakes[1].die()
         if dies_again:
             # its start, then the handover to the trainer
             await asyncio.sleep(START_S + 2.5 * MOVE_S)
-            assert house.publisher.lease.phase.startswith("trainer: offload")
-            house.fakes[1].die()
+            assert world.publisher.lease.phase.startswith("trainer: offload")
+            world.fakes[1].die()
         async with asyncio.timeout(600):
             await asked
 
@@ -109,17 +109,17 @@ def test_failed_slice_for_a_new_engine_ends_the_run(dies_again: bool) -> None:
     [(1.5 * MOVE_S, "trainer: onload"), (6.5 * MOVE_S, "publisher: push")],
 )
 def test_handover_limit_leaves_out_restarts(after_s: float, phase: str) -> None:
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         async def kill() -> None:
             await asyncio.sleep(after_s)
-            assert house.publisher.lease.phase.startswith(phase)
-            house.worker.die()
+            assert world.publisher.lease.phase.startswith(phase)
+            world.worker.die()
 
-        killing = house.tasks.create_task(kill(), name="killer")
-        await house.step()
+        killing = world.tasks.create_task(kill(), name="killer")
+        await world.step()
         await killing
-        assert house.announced == [1]
-        assert [what for what, _ in house.events] == ["trainer lost", "trainer up"]
+        assert world.announced == [1]
+        assert [what for what, _ in world.events] == ["trainer lost", "trainer up"]
 
     live(story, timeout_s=START_S - 1.0)
 
@@ -137,11 +137,11 @@ def test_handover_limit_leaves_out_restarts(after_s: float, phase: str) -> None:
 def test_changed_weights_are_never_announced(change: Any, what: str) -> None:
     houses = []
 
-    async def story(house: House) -> None:
-        houses.append(house)
-        house.fakes[1].corrupt_digest = not change
-        house.worker.wrong_chunk = lambda chunk: chunk.model_copy(update=change)
-        await house.step()
+    async def story(world: World) -> None:
+        houses.append(world)
+        world.fakes[1].corrupt_digest = not change
+        world.worker.wrong_chunk = lambda chunk: chunk.model_copy(update=change)
+        await world.step()
 
     error = fails(story)
     assert "'publisher: push weights'" in str(error)
@@ -161,31 +161,31 @@ def tokens_of_six_steps(
     """
     tokens = []
 
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         async def kill() -> None:
             for wait_s, number in kills:
                 await asyncio.sleep(wait_s)
-                [*house.fakes, house.worker, house.scorer][number].die()
+                [*world.fakes, world.worker, world.scorer][number].die()
 
-        killing = house.tasks.create_task(kill(), name="killer")
+        killing = world.tasks.create_task(kill(), name="killer")
         for number in range(6):
             requests = [
-                house.ask(make_request(f"s{number}/{index}", seed=index))
+                world.ask(make_request(f"s{number}/{index}", seed=index))
                 for index in range(4)
             ]
             tokens.append([(await request).token_ids for request in requests])
             if has_server:
-                await asyncio.gather(*(house.score() for _ in requests))
-            await house.step()
+                await asyncio.gather(*(world.score() for _ in requests))
+            await world.step()
         await killing
         await asyncio.sleep(20 * START_S)
-        assert house.announced == [1, 2, 3, 4, 5, 6]
+        assert world.announced == [1, 2, 3, 4, 5, 6]
         weights = ["w", *(f"p{index}#0" for index in range(6))]
-        assert house.published == [
+        assert world.published == [
             (version, "|".join(weights[: version + 1])) for version in range(1, 7)
         ]
-        assert house.pool.down == ()
-        assert [fake.weights for fake in house.fakes] == [house.published[-1][1]] * 2
+        assert world.pool.down == ()
+        assert [fake.weights for fake in world.fakes] == [world.published[-1][1]] * 2
 
     live(story, stays=stays, has_server=has_server)
     return tokens
@@ -212,29 +212,29 @@ def test_deaths_leave_steps_and_tokens_unchanged(
 
 @pytest.mark.parametrize("dies", ["never", "asleep", "awake"])
 def test_server_of_the_trainers_device_works_in_the_engines_slice(dies: str) -> None:
-    async def story(house: House) -> None:
-        await house.step()
+    async def story(world: World) -> None:
+        await world.step()
         if dies == "awake":
-            house.scorer.die()
-        await house.score()
-        await house.publisher.to_trainer()
-        assert (house.scoring.is_asleep, house.scorer.held) == (True, set())
-        early = house.tasks.create_task(house.score(), name="early")
+            world.scorer.die()
+        await world.score()
+        await world.publisher.to_trainer()
+        assert (world.scoring.is_asleep, world.scorer.held) == (True, set())
+        early = world.tasks.create_task(world.score(), name="early")
         if dies == "asleep":
-            house.scorer.die()
+            world.scorer.die()
         await asyncio.sleep(4 * START_S)
-        assert (house.scorer.num_scored, early.done()) == (1, False)
-        assert house.scorer.held == set(), "it starts in the engines' time slice only"
-        await house.step()
+        assert (world.scorer.num_scored, early.done()) == (1, False)
+        assert world.scorer.held == set(), "it starts in the engines' time slice only"
+        await world.step()
         await early
-        assert house.scorer.num_scored == 2
+        assert world.scorer.num_scored == 2
         lost = [] if dies == "never" else ["reward lost", "reward up"]
-        assert [what for what, _ in house.events] == lost
+        assert [what for what, _ in world.events] == lost
 
-    house = live(story, has_server=True)
-    spans = {span.kind for span in house.spans if span.lane == "reward"}
+    world = live(story, has_server=True)
+    spans = {span.kind for span in world.spans if span.lane == "reward"}
     assert spans == {"sleep", "wake", "score"}
-    of_engine = [span for span in house.spans if span.lane == "engine-0"]
+    of_engine = [span for span in world.spans if span.lane == "engine-0"]
     assert {span.kind for span in of_engine} == {"sleep", "wake", "generate"}
     slices = [span for span in of_engine if span.kind == "generate"]
     begun_s = min(span.start_s for span in of_engine if span.kind == "wake")
@@ -245,26 +245,26 @@ def test_server_of_the_trainers_device_works_in_the_engines_slice(dies: str) -> 
 def test_sleep_has_time_for_slow_answers() -> None:
     """An answer takes longer than weight_sync.timeout_s, which limits a move."""
 
-    async def story(house: House) -> None:
-        await house.step()
-        handle = house.scorer._handle
+    async def story(world: World) -> None:
+        await world.step()
+        handle = world.scorer._handle
 
         async def slow(path: str, body: Any) -> Any:
             if path == "/reward":
                 await asyncio.sleep(90.0)
             return await handle(path, body)
 
-        house.scorer._handle = slow  # type: ignore[method-assign]
-        scoring = house.tasks.create_task(house.score())
+        world.scorer._handle = slow  # type: ignore[method-assign]
+        scoring = world.tasks.create_task(world.score())
         await asyncio.sleep(0.1)
-        await house.step()
+        await world.step()
         await scoring
 
     live(story, has_server=True, timeout_s=60.0)
 
 
 def test_call_goes_to_a_copy_that_sleeps_before_one_that_is_gone() -> None:
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         asleep, gone = (RoleClient(ColocatedServer()) for _ in range(2))
         await asleep.sleep()
         await gone.sleep()
@@ -276,13 +276,13 @@ def test_call_goes_to_a_copy_that_sleeps_before_one_that_is_gone() -> None:
 
 
 def test_sleep_waits_for_the_answers_of_sent_calls() -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        calls = [house.tasks.create_task(house.score()) for _ in range(5)]
+    async def story(world: World) -> None:
+        await world.step()
+        calls = [world.tasks.create_task(world.score()) for _ in range(5)]
         await asyncio.sleep(0)
-        await house.scoring.sleep()
-        assert house.scorer.num_scored == 2, "two had a place, and were sent"
-        await house.step()
+        await world.scoring.sleep()
+        assert world.scorer.num_scored == 2, "two had a place, and were sent"
+        await world.step()
         await asyncio.gather(*calls)
 
     live(story, has_server=True)

@@ -71,7 +71,7 @@ async def all_continued(asked: Asked) -> None:
         assert min(span.version for span in completion.sampled.spans) >= announced
 
 
-class House(EngineRooms):
+class World(EngineRooms):
     """Engines and a trainer on separate devices: `start` engines work at first, the
     others are parked.
     """
@@ -130,22 +130,22 @@ class House(EngineRooms):
         return sum(one.num_restarts for one in self.supervisors.values())
 
 
-live, fails = partial(play, House), partial(play_to_its_error, House)
+live, fails = partial(play, World), partial(play_to_its_error, World)
 THREE = {"num_engines": 3, "start": 1, "swap_s": 0.1, "backoff_s": 0.5}
 
 
 def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         running = [
-            house.ask(make_request(f"r{index}", max_tokens=3000, seed=index))
+            world.ask(make_request(f"r{index}", max_tokens=3000, seed=index))
             for index in range(4)
         ]
         await asyncio.sleep(1.0)
-        house.processes[1].child.is_node_gone = True
-        house.fakes[1].die()
+        world.processes[1].child.is_node_gone = True
+        world.fakes[1].die()
         await asyncio.sleep(600.0)
         assert [len((await task).token_ids) for task in running] == [3000] * 4
-        starts = house.processes[1].started_at
+        starts = world.processes[1].started_at
         waits = [
             later - before for before, later in zip(starts, starts[1:], strict=False)
         ]
@@ -155,18 +155,18 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
         then = (
             "restarting engine-1, once its node is back; the run continues without it"
         )
-        assert house.told == [f"{gone}; {then}"]
-        house.trainer.step()
-        house.processes[1].child.is_node_gone = False
+        assert world.told == [f"{gone}; {then}"]
+        world.trainer.step()
+        world.processes[1].child.is_node_gone = False
         await asyncio.sleep(5.0 + START_S + 1.0)
-        assert house.pool.down == ()
-        assert house.fakes[1].policy_version == 1
-        house.processes[0].child.is_node_gone = house.processes[
+        assert world.pool.down == ()
+        assert world.fakes[1].policy_version == 1
+        world.processes[0].child.is_node_gone = world.processes[
             1
         ].child.is_node_gone = True
-        house.fakes[1].die()
+        world.fakes[1].die()
         await asyncio.sleep(60.0)
-        house.fakes[0].die()
+        world.fakes[0].die()
         await asyncio.sleep(620.0)
 
     error = str(fails(story, is_frozen=False))
@@ -175,15 +175,15 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
 
 
 def test_node_lost_after_its_engine_is_reported_once() -> None:
-    async def story(house: House) -> None:
-        house.fakes[1].die()
+    async def story(world: World) -> None:
+        world.fakes[1].die()
         await asyncio.sleep(0.5)
-        house.processes[1].child.is_node_gone = True
+        world.processes[1].child.is_node_gone = True
         await asyncio.sleep(60.0)
-        house.processes[1].child.is_node_gone = False
+        world.processes[1].child.is_node_gone = False
         await asyncio.sleep(5.0 + START_S + 1.0)
-        assert house.pool.down == ()
-        first, second = house.told
+        assert world.pool.down == ()
+        first, second = world.told
         assert first.endswith("restarting engine-1, 1 of 3")
         assert second.endswith(
             "restarting engine-1, once its node is back; the run continues without it"
@@ -193,65 +193,65 @@ def test_node_lost_after_its_engine_is_reported_once() -> None:
 
 
 def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
+    async def story(world: World) -> None:
+        world.trainer.step()
         await asyncio.sleep(1.0)
         requests = [
             make_request(f"r{index}", max_tokens=2000, seed=index) for index in range(6)
         ]
-        running = [house.ask(one) for one in requests[:4]]
-        write_wanted(house.folder, 3)
+        running = [world.ask(one) for one in requests[:4]]
+        write_wanted(world.folder, 3)
         await asyncio.sleep(1.5)
-        assert house.states == ["up", "starting", "starting"]
-        assert house.pool.load["engine-0"] == 4
+        assert world.states == ["up", "starting", "starting"]
+        assert world.pool.load["engine-0"] == 4
         await asyncio.sleep(START_S)
-        assert house.states == ["up", "up", "up"]
-        assert [fake.policy_version for fake in house.fakes] == [1, 1, 1]
-        running += [house.ask(one) for one in requests[4:]]
+        assert world.states == ["up", "up", "up"]
+        assert [fake.policy_version for fake in world.fakes] == [1, 1, 1]
+        running += [world.ask(one) for one in requests[4:]]
         await asyncio.sleep(1.0)
-        assert [fake.num_running for fake in house.fakes] == [4, 1, 1]
-        write_wanted(house.folder, 1)
+        assert [fake.num_running for fake in world.fakes] == [4, 1, 1]
+        write_wanted(world.folder, 1)
         await asyncio.sleep(1.5)
-        assert house.states == ["up", "parked", "parked"]
-        assert [fake.has_ended.is_set() for fake in house.fakes] == [False, True, True]
+        assert world.states == ["up", "parked", "parked"]
+        assert [fake.has_ended.is_set() for fake in world.fakes] == [False, True, True]
         for request, task in zip(requests, running, strict=True):
             completion = await task
             assert completion.token_ids == (await undisturbed(request)).token_ids
         for task in running[4:]:
             first, last = task.result().sampled.spans
             assert first.engine != last.engine == 0, "with their tokens"
-        assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, (
+        assert sum(fake.tokens_generated for fake in world.fakes) == 6 * 2000, (
             "and nothing is sampled twice"
         )
-        assert sorted(house.happened()) == [
+        assert sorted(world.happened()) == [
             "parked 1",
             "parked 2",
             "unparked 1",
             "unparked 2",
         ]
-        assert (max(house.capacities), house.capacities[-1]) == (3, 1)
-        assert (house.num_restarts(), house.told) == (0, [])
-        assert house.scale.gauges() == {"engine/up": 1}
+        assert (max(world.capacities), world.capacities[-1]) == (3, 1)
+        assert (world.num_restarts(), world.told) == (0, [])
+        assert world.scale.gauges() == {"engine/up": 1}
 
     live(story, folder=tmp_path, **THREE)
 
 
 def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        house.processes[1].fails_to_start = 99
-        write_wanted(house.folder, 2)
+    async def story(world: World) -> None:
+        world.processes[1].fails_to_start = 99
+        write_wanted(world.folder, 2)
         await asyncio.sleep(10 * START_S)
-        assert house.states == ["up", "parked", "parked"]
-        assert "the run continues with 1 of 2 engines" in house.lines[-1]
-        assert read_wanted(house.folder, house.scale.range.numbers) == 1
-        house.processes[1].fails_to_start = 1
-        write_wanted(house.folder, 2)
+        assert world.states == ["up", "parked", "parked"]
+        assert "the run continues with 1 of 2 engines" in world.lines[-1]
+        assert read_wanted(world.folder, world.scale.range.numbers) == 1
+        world.processes[1].fails_to_start = 1
+        write_wanted(world.folder, 2)
         await asyncio.sleep(10 * START_S)
-        assert house.states == ["up", "up", "parked"], (
+        assert world.states == ["up", "up", "parked"], (
             "asked for again, it is tried again"
         )
-        house.processes[1].fails_to_start = 99
-        house.fakes[1].die()
+        world.processes[1].fails_to_start = 99
+        world.fakes[1].die()
         await asyncio.sleep(1e4)
 
     error = fails(story, folder=tmp_path, **THREE, max_restarts=2)
@@ -278,38 +278,38 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
     num_engines: int,
     start: int,
 ) -> None:
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         asked: Asked = []
         for number, (gap_s, what, where) in enumerate(moves):
             await asyncio.sleep(gap_s)
-            fake = house.fakes[where % num_engines]
+            fake = world.fakes[where % num_engines]
             if what == "scale":
-                house.scale.want_nowait(where % num_engines + 1)
+                world.scale.want_nowait(where % num_engines + 1)
             elif what in ("die", "freeze"):
                 getattr(fake, what)()
             elif what == "step":
-                house.trainer.step()
+                world.trainer.step()
             elif what == "abort":
                 with contextlib.suppress(EngineLost):
-                    await house.targets[where % num_engines].abort(None, timeout_s=0.1)
+                    await world.targets[where % num_engines].abort(None, timeout_s=0.1)
             else:
                 request = make_request(
                     f"r{number}", max_tokens=150 * (where + 1), seed=number
                 )
-                asked.append((request, house.announced[-1], house.ask(request)))
+                asked.append((request, world.announced[-1], world.ask(request)))
         await all_continued(asked)
         await asyncio.sleep(100.0 + 50.0 * len(moves))
-        num = house.scale.wanted
-        assert house.states == ["up"] * num + ["parked"] * (num_engines - num)
-        assert [fake.has_ended.is_set() for fake in house.fakes] == [
+        num = world.scale.wanted
+        assert world.states == ["up"] * num + ["parked"] * (num_engines - num)
+        assert [fake.has_ended.is_set() for fake in world.fakes] == [
             number >= num for number in range(num_engines)
         ]
-        assert house.announced == sorted(set(house.announced))
-        assert house.announced[-1] == house.trainer.policy_version
-        assert {fake.policy_version for fake in house.fakes[:num]} == {
-            house.announced[-1]
+        assert world.announced == sorted(set(world.announced))
+        assert world.announced[-1] == world.trainer.policy_version
+        assert {fake.policy_version for fake in world.fakes[:num]} == {
+            world.announced[-1]
         }
-        assert (sum(house.pool.load.values()), [num, *house.capacities][-1]) == (0, num)
+        assert (sum(world.pool.load.values()), [num, *world.capacities][-1]) == (0, num)
 
     live(
         story,

@@ -349,7 +349,7 @@ class Trainer:
             raise self.fails.pop(name)
 
 
-class House:
+class World:
     """A checkpointer over a trainer and a journal that the test moves. `told`:
     warnings.
     """
@@ -397,32 +397,32 @@ class House:
 
 
 def live(
-    story: Callable[[House], Awaitable[None]], run_dir: Path, **options: Any
+    story: Callable[[World], Awaitable[None]], run_dir: Path, **options: Any
 ) -> None:
     async def play() -> None:
         async with asyncio.TaskGroup() as tasks:
-            await story(House(tasks, run_dir, **options))
+            await story(World(tasks, run_dir, **options))
 
     asyncio.run(play())
 
 
 def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        house.trainer.go.clear()
+    async def story(world: World) -> None:
+        world.trainer.go.clear()
         for _ in range(5):
-            await house.step(is_written=False)
-        assert house.told == [
+            await world.step(is_written=False)
+        assert world.told == [
             "checkpoint of version 4 skipped: the previous one is still being written"
         ]
-        assert (house.whole, house.journal.events) == ([], [])
-        house.trainer.go.set()
-        await asyncio.wait(house.tasks)
-        newest, _ = house.checkpoints.newest_valid()
+        assert (world.whole, world.journal.events) == ([], [])
+        world.trainer.go.set()
+        await asyncio.wait(world.tasks)
+        newest, _ = world.checkpoints.newest_valid()
         assert newest.controller == {"num_drawn": 20}, (
             "of the moment at which the weights were copied"
         )
-        await house.step()
-        assert (house.whole, len(house.told)) == ([2, 6], 1)
+        await world.step()
+        assert (world.whole, len(world.told)) == ([2, 6], 1)
 
     live(story, tmp_path)
 
@@ -443,23 +443,23 @@ def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> 
 def test_catch_up_past_a_due_checkpoint_makes_one(
     tmp_path: Path, saved: int, reached: int, every: int | None, is_made: bool
 ) -> None:
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         if saved:
-            save_checkpoint(house.checkpoints, saved)
-        house.trainer.version = reached
-        await house.checkpointer.after_catch_up(reached)
-        if house.tasks:
-            await asyncio.wait(house.tasks)
-        assert house.whole == [saved] * bool(saved) + [reached] * is_made
+            save_checkpoint(world.checkpoints, saved)
+        world.trainer.version = reached
+        await world.checkpointer.after_catch_up(reached)
+        if world.tasks:
+            await asyncio.wait(world.tasks)
+        assert world.whole == [saved] * bool(saved) + [reached] * is_made
 
     live(story, tmp_path, every=every)
 
 
-def break_at(house: House, place: str) -> None:
+def break_at(world: World, place: str) -> None:
     if place == "finish":
-        house.checkpoints.finish = Mock(side_effect=NO_SPACE)  # type: ignore[method-assign]
+        world.checkpoints.finish = Mock(side_effect=NO_SPACE)  # type: ignore[method-assign]
     else:
-        house.trainer.fails[place.split()[0]] = (
+        world.trainer.fails[place.split()[0]] = (
             LOST if place.endswith("lost") else NO_SPACE
         )
 
@@ -471,25 +471,25 @@ def break_at(house: House, place: str) -> None:
 def test_failed_checkpoint_is_reported_and_costs_no_more(
     tmp_path: Path, place: str, is_last: bool
 ) -> None:
-    async def story(house: House) -> None:
-        finish = house.checkpoints.finish
+    async def story(world: World) -> None:
+        finish = world.checkpoints.finish
         for _ in range(3):
-            await house.step()
-        break_at(house, place)
+            await world.step()
+        break_at(world, place)
         if is_last:
-            house.trainer.version = 4
-            await house.checkpointer.make_last(4)
+            world.trainer.version = 4
+            await world.checkpointer.make_last(4)
         else:
-            await house.step()
-        assert (house.checkpointer.num_made, house.checkpointer.num_failed) == (1, 1)
-        assert [text.startswith("no checkpoint: ") for text in house.told] == [True]
-        assert (house.whole, [*house.checkpoints.root.glob(".step*")]) == ([2], []), (
+            await world.step()
+        assert (world.checkpointer.num_made, world.checkpointer.num_failed) == (1, 1)
+        assert [text.startswith("no checkpoint: ") for text in world.told] == [True]
+        assert (world.whole, [*world.checkpoints.root.glob(".step*")]) == ([2], []), (
             "the last one stays"
         )
-        house.checkpoints.finish = finish  # type: ignore[method-assign]
-        house.trainer.version = 7
-        await house.step()
-        assert house.whole == [2, 8], "and the next one is made"
+        world.checkpoints.finish = finish  # type: ignore[method-assign]
+        world.trainer.version = 7
+        await world.step()
+        assert world.whole == [2, 8], "and the next one is made"
 
     live(story, tmp_path)
 
@@ -501,7 +501,7 @@ def test_slow_or_failed_callback_is_a_warning_and_the_newest_checkpoint_is_next(
     results: list[tuple[int | None, str] | OSError]
     results = [(0, "hello"), (None, ""), (1, "Killed"), OSError("no process")]
 
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         go, called = asyncio.Event(), asyncio.Event()
 
         async def run(module: str, arguments: list[str], _: float) -> Any:
@@ -515,24 +515,24 @@ def test_slow_or_failed_callback_is_a_warning_and_the_newest_checkpoint_is_next(
         monkeypatch.setattr("asyncrl.job.checkpointer.run_module", run)
         writing = list[asyncio.Task[None]]()
         for _ in range(3):
-            await house.step(is_written=False)
+            await world.step(is_written=False)
             writing = [
-                task for task in house.tasks if "callback" not in task.get_name()
+                task for task in world.tasks if "callback" not in task.get_name()
             ]
             await asyncio.wait(writing)
         go.set()
-        await house.checkpointer.wait_callbacks()
+        await world.checkpointer.wait_callbacks()
         while results:
-            await house.step()
-            await house.checkpointer.wait_callbacks()
+            await world.step()
+            await world.checkpointer.wait_callbacks()
         go.clear()
-        await house.step(is_written=False)
+        await world.step(is_written=False)
         called.clear()
         await called.wait()
-        house.tasks[-1].cancel()
-        await asyncio.wait(house.tasks)
-        assert house.checkpointer.num_made == 6
-        assert [text.partition(" of ")[2] for text in house.told] == [
+        world.tasks[-1].cancel()
+        await asyncio.wait(world.tasks)
+        assert world.checkpointer.num_made == 6
+        assert [text.partition(" of ")[2] for text in world.told] == [
             "version 2 failed: a newer checkpoint was made before its turn",
             "version 3 failed: exit code None (limit: 3600 s)",
             "version 4 failed: Killed",
@@ -549,17 +549,17 @@ def test_slow_or_failed_callback_is_a_warning_and_the_newest_checkpoint_is_next(
 
 
 def test_checkpoint_waits_for_the_end_of_a_recovery(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        await house.step()
-        await house.step()
-        async with house.checkpoints.in_use:
-            await house.step(is_written=False)
+    async def story(world: World) -> None:
+        await world.step()
+        await world.step()
+        await world.step()
+        async with world.checkpoints.in_use:
+            await world.step(is_written=False)
             for _ in range(20):  # all that could be handed to threads by now ends
                 await asyncio.to_thread(int)
-            assert house.whole == [2]
-        await asyncio.wait(house.tasks)
-        assert (house.whole, house.checkpointer.num_made, house.told) == ([4], 2, [])
+            assert world.whole == [2]
+        await asyncio.wait(world.tasks)
+        assert (world.whole, world.checkpointer.num_made, world.told) == ([4], 2, [])
 
     live(story, tmp_path, keep_last=1)
 

@@ -27,7 +27,7 @@ from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
 
 
-class House:
+class World:
     """A SupervisedTrainer over fake ranks, a journal that is a list, and at most one
     saved state.
     """
@@ -113,13 +113,13 @@ class House:
         assert self.server.weights == weights_of(len(self.journal))
 
 
-def live(story: Callable[[House], Any], **knobs: Any) -> House:
-    async def play() -> House:
+def live(story: Callable[[World], Any], **knobs: Any) -> World:
+    async def play() -> World:
         async with asyncio.TaskGroup() as tasks:
-            house = House(tasks, **knobs)
-            await story(house)
-            house.running.cancel()
-        return house
+            world = World(tasks, **knobs)
+            await story(world)
+            world.running.cancel()
+        return world
 
     return run_virtual(play())
 
@@ -130,18 +130,18 @@ def test_step_begins_once_its_batch_is_durable(
 ) -> None:
     """The trainer dies before, and has caught up by then or must be waited for."""
 
-    async def story(house: House) -> None:
-        await house.steps(2)
-        house.server.calls.clear()
-        running = house.go(1, 30.0)
+    async def story(world: World) -> None:
+        await world.steps(2)
+        world.server.calls.clear()
+        running = world.go(1, 30.0)
         await asyncio.sleep(died_s)
-        house.server.die()
+        world.server.die()
         await asyncio.sleep(29.9 - died_s)
-        assert house.server.calls == ["/train"] * num_caught_up
-        assert len(house.journal) == 2
+        assert world.server.calls == ["/train"] * num_caught_up
+        assert len(world.journal) == 2
         await running
-        house.check()
-        assert (house.trainer.policy_version, house.trainer.num_restarts) == (3, 1)
+        world.check()
+        assert (world.trainer.policy_version, world.trainer.num_restarts) == (3, 1)
 
     live(story)
 
@@ -150,22 +150,22 @@ def test_step_begins_once_its_batch_is_durable(
 def test_trainer_that_dies_while_catching_up_starts_over(
     moment_s: float, state_at: int
 ) -> None:
-    async def story(house: House) -> None:
-        house.journal = [batch_at(version) for version in range(5)]
+    async def story(world: World) -> None:
+        world.journal = [batch_at(version) for version in range(5)]
         told: list[int] = []
         if state_at:
-            house.server.states[str(house.state)] = weights_of(state_at)
-        asyncio.get_running_loop().call_later(moment_s, house.server.die)
-        await house.trainer.recover(
-            house.state if state_at else None,
-            lambda: house.load(state_at, 5),
+            world.server.states[str(world.state)] = weights_of(state_at)
+        asyncio.get_running_loop().call_later(moment_s, world.server.die)
+        await world.trainer.recover(
+            world.state if state_at else None,
+            lambda: world.load(state_at, 5),
             lambda batch, report: told.append(report.policy_version),
         )
         assert told == list(range(state_at + 1, 6))
-        house.num_ended = 5
-        await house.steps(1)
-        house.check()
-        assert (house.trainer.policy_version, house.trainer.num_restarts) == (6, 1)
+        world.num_ended = 5
+        await world.steps(1)
+        world.check()
+        assert (world.trainer.policy_version, world.trainer.num_restarts) == (6, 1)
 
     live(story, state_at=state_at)
 
@@ -186,16 +186,16 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
 
 
 def test_tries_without_a_node_are_no_failed_starts() -> None:
-    async def story(house: House) -> None:
-        (process,) = house.ranks
+    async def story(world: World) -> None:
+        (process,) = world.ranks
         process.child.is_node_gone = True
-        house.server.die()
+        world.server.die()
         await asyncio.sleep(16.0)
         assert len(process.started_at) == 3
         process.child.is_node_gone = False
         process.fails_to_start = 1
-        await house.steps(1)
-        house.check()
+        await world.steps(1)
+        world.check()
 
     live(story)
 
@@ -215,13 +215,13 @@ def test_process_without_a_first_answer_is_late() -> None:
 
 
 def test_step_that_does_not_end_restarts_the_trainer() -> None:
-    async def story(house: House) -> None:
-        house.server.train_s = 1e6
+    async def story(world: World) -> None:
+        world.server.train_s = 1e6
         asyncio.get_running_loop().call_later(
-            60.0, setattr, house.server, "train_s", TRAIN_S
+            60.0, setattr, world.server, "train_s", TRAIN_S
         )
-        await house.steps(1)
-        house.check()
+        await world.steps(1)
+        world.check()
         assert 60.0 < asyncio.get_running_loop().time() < 120.0
 
     live(story, timeout_s=50.0)
@@ -232,9 +232,9 @@ def test_restarts_are_forgotten_after_long_work(
 ) -> None:
     monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 120.0)
 
-    async def story(house: House) -> None:
+    async def story(world: World) -> None:
         for gap_s in [60.0] * 8 + [20.0] * 4:
-            house.server.die()
+            world.server.die()
             gaps_s.append(gap_s)
             await asyncio.sleep(gap_s)
 
@@ -249,49 +249,49 @@ def test_restarts_are_forgotten_after_long_work(
 
 
 def test_rank_that_has_lost_the_others_is_a_loss() -> None:
-    async def story(house: House) -> None:
-        house.server.refuse["/train"] = "rank 0 has lost the other ranks"
-        house.server.refuse_status = LOST_STATUS
-        await house.steps(2)
-        house.check()
-        assert (house.trainer.num_restarts, house.trainer.policy_version) == (1, 2)
+    async def story(world: World) -> None:
+        world.server.refuse["/train"] = "rank 0 has lost the other ranks"
+        world.server.refuse_status = LOST_STATUS
+        await world.steps(2)
+        world.check()
+        assert (world.trainer.num_restarts, world.trainer.policy_version) == (1, 2)
 
-    house = live(story, num_ranks=2)
-    assert "rank 0 has lost the other ranks" in house.told[0]
+    world = live(story, num_ranks=2)
+    assert "rank 0 has lost the other ranks" in world.told[0]
 
 
 def test_refused_batch_is_no_loss() -> None:
-    async def story(house: House) -> None:
-        house.server.refuse["/train"] = "it has no tokens"
+    async def story(world: World) -> None:
+        world.server.refuse["/train"] = "it has no tokens"
         with pytest.raises(
             TrainerError, match=r"(?s)/train was refused \(409\): it has no.*log"
         ) as caught:
-            await house.steps(1)
+            await world.steps(1)
         assert not isinstance(caught.value, TrainerLost)
-        assert (house.trainer.is_up, house.trainer.num_restarts) == (True, 0)
+        assert (world.trainer.is_up, world.trainer.num_restarts) == (True, 0)
 
     live(story, num_ranks=2)
 
 
 def test_checkpoints_hear_of_a_loss() -> None:
-    async def story(house: House) -> None:
-        trainer = house.trainer
-        await house.steps(2)
-        house.server.dies_at = "/begin_save_state"
+    async def story(world: World) -> None:
+        trainer = world.trainer
+        await world.steps(2)
+        world.server.dies_at = "/begin_save_state"
         with pytest.raises(TrainerLost):
             await trainer.begin_save_state(Path("s"))
-        await house.steps(1)
+        await world.steps(1)
         assert await trainer.begin_save_state(Path("s")) == 3
-        asyncio.get_running_loop().call_later(1.0, house.server.die)
+        asyncio.get_running_loop().call_later(1.0, world.server.die)
         with pytest.raises(TrainerLost):
             await trainer.wait_save_state()
-        house.server.calls.clear()
+        world.server.calls.clear()
         await asyncio.sleep(2 * trainer.config.backoff_s + START_S + 1.5)
-        assert house.server.policy_version == 1, "it answers, with another version"
+        assert world.server.policy_version == 1, "it answers, with another version"
         for call in (trainer.begin_save_state(Path("s")), trainer.wait_save_state()):
             with pytest.raises(TrainerLost, match="is restarting"):
                 await call
-        assert "/begin_save_state" not in house.server.calls
+        assert "/begin_save_state" not in world.server.calls
 
     live(story)
 
@@ -320,27 +320,27 @@ def test_each_batch_is_in_the_weights_once(
     durable_s: float,
     num_ahead: int,
 ) -> None:
-    async def story(house: House) -> None:
-        for rank in house.ranks:
+    async def story(world: World) -> None:
+        for rank in world.ranks:
             rank.child.reap_s = reap_s
-        running, exports = house.go(8, durable_s, num_ahead), []
+        running, exports = world.go(8, durable_s, num_ahead), []
         for gap_s, what, where in moves:
             await asyncio.sleep(gap_s)
-            assert len(house.server.weights) <= len(house.journal)
+            assert len(world.server.weights) <= len(world.journal)
             if what == "export":
-                export = house.tasks.create_task(house.trainer.export())
-                exports.append((house.trainer.policy_version, export))
+                export = world.tasks.create_task(world.trainer.export())
+                exports.append((world.trainer.policy_version, export))
             elif what == "die after":
-                house.server.dies_after = "/train_next" if num_ahead else "/train"
+                world.server.dies_after = "/train_next" if num_ahead else "/train"
             else:
-                getattr(house.ranks[where % num_ranks].server, what)()
+                getattr(world.ranks[where % num_ranks].server, what)()
         await running
         for version, export in exports:
             assert (await export).version >= version
-        assert (await house.trainer.export()).version == 8, "the last loss is repaired"
-        house.check()
-        assert house.trainer.policy_version == 8
-        assert house.trainer.num_restarts <= sum(
+        assert (await world.trainer.export()).version == 8, "the last loss is repaired"
+        world.check()
+        assert world.trainer.policy_version == 8
+        assert world.trainer.num_restarts <= sum(
             what != "export" for _, what, _ in moves
         )
 

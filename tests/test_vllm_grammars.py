@@ -13,7 +13,7 @@ import pytest
 from engine_cases import check_allowed
 from gateway_cases import gateway_world
 from served_gateway import check_gateway
-from vllm_house import MAX_LENGTH, House
+from vllm_house import MAX_LENGTH, World
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.vllm.vllm_server import VllmServer
@@ -26,25 +26,25 @@ GRAMMAR = "start: %json " + json.dumps(
 )
 
 
-def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
+def test_logprobs_belong_to_the_tokens_a_grammar_allows(world: World) -> None:
     """Also from the middle on, behind the tokens before an interruption."""
-    end = house.tokenizer.eos_token_id
+    end = world.tokenizer.eos_token_id
 
     async def story(server: VllmServer) -> None:
-        weights = house.pushed[server.policy_version]
+        weights = world.pushed[server.policy_version]
         for seed in range(4):
-            request = house.request(
+            request = world.request(
                 grammar=GRAMMAR, max_tokens=60, top_logprobs=20, seed=seed
             )
             answer = await server.generate_segment(request)
             assert (answer.finish_reason, answer.token_ids[-1]) == ("stop", end)
-            found = json.loads(house.decode(answer.token_ids))
+            found = json.loads(world.decode(answer.token_ids))
             assert 10**9 <= found <= 10**14
-            logprobs_TV = house.logprobs(
+            logprobs_TV = world.logprobs(
                 weights, [*request.prompt_ids, *answer.token_ids]
             )
             check_allowed(
-                request, answer, logprobs_TV, house.tokenizer, len(house.tokenizer)
+                request, answer, logprobs_TV, world.tokenizer, len(world.tokenizer)
             )
             begun = [*request.prompt_ids, *answer.token_ids[:7]]
             rest = replace(
@@ -56,33 +56,33 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
             )
             resumed = await server.generate_segment(rest)
             whole = json.loads(
-                house.decode([*answer.token_ids[:7], *resumed.token_ids])
+                world.decode([*answer.token_ids[:7], *resumed.token_ids])
             )
             assert 10**9 <= whole <= 10**14, "the text before it counts"
 
-    house.run(story, facts={"end_ids": (end,)})
+    world.run(story, facts={"end_ids": (end,)})
 
 
-def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None:
+def test_stop_string_of_vllm_counts_only_after_the_thought(world: World) -> None:
     """Also if the thought, or its closing mark, was sampled before an interruption."""
 
     async def story(server: VllmServer) -> None:
-        request = house.request(max_tokens=60, seed=3)
+        request = world.request(max_tokens=60, seed=3)
         whole = (await server.generate_segment(request)).token_ids
-        closing = house.tokenizer.decode(whole[9:11])
+        closing = world.tokenizer.decode(whole[9:11])
 
         def num_before(token_ids: list[int]) -> int:
             num = 0
-            while num < len(token_ids) and closing not in house.tokenizer.decode(
+            while num < len(token_ids) and closing not in world.tokenizer.decode(
                 token_ids[:num]
             ):
                 num += 1
             return num
 
         num_thought = num_before(whole)
-        text = house.decode(whole[num_thought:])
+        text = world.decode(whole[num_thought:])
         stop = next(
-            letter for letter in text if letter in house.decode(whole[:num_thought])
+            letter for letter in text if letter in world.decode(whole[:num_thought])
         )
         for cut in (0, 4, num_thought):
             begun = whole[:cut]
@@ -98,7 +98,7 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
                 replace(asked, thinking=("", closing))
             )
             sampled = [*begun, *answer.token_ids]
-            found = house.decode(sampled[num_before(sampled) :])
+            found = world.decode(sampled[num_before(sampled) :])
             assert found.find(stop) == (
                 len(found) - 1 if answer.finish_reason == "stop" else -1
             )
@@ -108,7 +108,7 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
                     text[: text.index(stop) + 1],
                 )
 
-    house.run(story)
+    world.run(story)
 
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
@@ -119,10 +119,10 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
 """Short: each character is a token."""
 
 
-def test_gateway_over_vllm_is_conformant(house: House, tmp_path: Path) -> None:
+def test_gateway_over_vllm_is_conformant(world: World, tmp_path: Path) -> None:
     (tmp_path / "tools.jinja").write_text(TEMPLATE)
     tokenizer = HFChatTokenizer(
-        house.model_path, chat_template=tmp_path / "tools.jinja"
+        world.model_path, chat_template=tmp_path / "tools.jinja"
     )
 
     async def story(server: VllmServer) -> None:
@@ -141,4 +141,4 @@ def test_gateway_over_vllm_is_conformant(house: House, tmp_path: Path) -> None:
         async with gateway_world(pool, tokenizer=tokenizer, **sizes, **rules) as world:
             await asyncio.to_thread(check_gateway, world.url, world.session.key)
 
-    house.run(story, facts={"end_ids": (house.tokenizer.eos_token_id,)})
+    world.run(story, facts={"end_ids": (world.tokenizer.eos_token_id,)})

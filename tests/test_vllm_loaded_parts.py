@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vllm_house import House, vllm_house
+from vllm_house import World, vllm_house
 
 from asyncrl.base.errors import EngineError
 from asyncrl.extensions.vllm.vllm_server import VllmServer
@@ -26,13 +26,13 @@ def of_vllm(test: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A server with two workers, whose linear layers keep their weights as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLAIN_LINEAR", "1")
         folder: Path = tmp_path_factory.mktemp("pair")
-        with vllm_house(folder, worker_extension=LOADER, tensor_parallel=2) as house:
-            yield house
+        with vllm_house(folder, worker_extension=LOADER, tensor_parallel=2) as world:
+            yield world
 
 
 class Layer(nn.Module):
@@ -90,13 +90,13 @@ def test_parts_belong_to_joined_and_cut_layers(
         assert parts.wrong(expected) == ["v_proj.weight"]
 
 
-async def push(server: VllmServer, house: House, seed: int) -> None:
-    manifest = house.stage(server.policy_version + 1, house.weights(seed))
+async def push(server: VllmServer, world: World, seed: int) -> None:
+    manifest = world.stage(server.policy_version + 1, world.weights(seed))
     await server.commit(manifest.version, await server.prepare(manifest), "abort")
 
 
 @of_vllm
-def test_every_tensor_of_both_workers_is_compared(pair: House) -> None:
+def test_every_tensor_of_both_workers_is_compared(pair: World) -> None:
     async def story(server: VllmServer) -> None:
         pair.process.rpc("asyncrl_plant", fault="", pins=True)
         await push(server, pair, 1)
@@ -117,7 +117,7 @@ def test_every_tensor_of_both_workers_is_compared(pair: House) -> None:
     ],
 )
 def test_worker_that_keeps_an_old_part_is_named(
-    pair: House, seed: int, module: str
+    pair: World, seed: int, module: str
 ) -> None:
     stale = f"model.layers.3.{module}.weight"
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from engine_in_process import make_qwen3
 from pydantic import ValidationError
-from vllm_house import House
+from vllm_house import World
 from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.base.errors import find_fatal
@@ -168,8 +168,8 @@ slow_vllm = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def server(house: House) -> VllmProcess:
-    return house.process
+def server(world: World) -> VllmProcess:
+    return world.process
 
 
 class TestAServer:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from logit_oracle import ADJUSTED, adjusted_logits
 from torch import Tensor
-from vllm_house import House, vllm_house
+from vllm_house import World, vllm_house
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.engines.pool import EnginePool
@@ -40,7 +40,7 @@ BORDER = 1e-5
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("supports")
     with vllm_house(folder, returns_supports=True) as made:
         yield made
@@ -72,10 +72,10 @@ def borders(request: SamplingRequest, logits_V: Tensor) -> tuple[set[int], set[i
     return sides[0], sides[1]
 
 
-def check(house: House, request: SamplingRequest, tokens: Tokens, weights: Any) -> None:
+def check(world: World, request: SamplingRequest, tokens: Tokens, weights: Any) -> None:
     prompt = [int(one) for one in request.prompt_ids]
     ids = tokens.ids.tolist()
-    model = house.model
+    model = world.model
     model.load_state_dict(weights, strict=False)
     with torch.no_grad():
         logits_TV = model(torch.tensor([prompt + ids])).logits[0].float()
@@ -101,14 +101,14 @@ def check(house: House, request: SamplingRequest, tokens: Tokens, weights: Any) 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_supports_and_logprobs_are_those_of_the_logits(
-    house: House, is_streamed: bool
+    world: World, is_streamed: bool
 ) -> None:
     """All cuts at once, beside calls without one."""
 
     async def story(server: VllmServer) -> None:
-        weights = house.pushed[server.policy_version]
+        weights = world.pushed[server.policy_version]
         given = [*CUTS, {}, {"temperature": 0.0}]
-        requests = [house.request(**each, seed=at) for at, each in enumerate(given)]
+        requests = [world.request(**each, seed=at) for at, each in enumerate(given)]
         told: dict[str, list[SegmentPart]] = {one.request_id: [] for one in requests}
 
         async def ask(request: SamplingRequest) -> Tokens:
@@ -121,23 +121,23 @@ def test_supports_and_logprobs_are_those_of_the_logits(
         for request, tokens in zip(requests, found, strict=True):
             assert len(tokens.ids) == 20
             if request.is_cut or request.adjustment is not None:
-                check(house, request, tokens, weights)
+                check(world, request, tokens, weights)
             else:
                 assert not tokens.column(SUPPORT).sizes.any()  # type: ignore[union-attr]
 
-    house.run(story, facts=SUPPORTED)
+    world.run(story, facts=SUPPORTED)
 
 
 @pytest.mark.parametrize("given", [{}, *ADJUSTED])
 def test_resumed_segments_keep_their_supports_and_penalties(
-    house: House, given: dict[str, Any]
+    world: World, given: dict[str, Any]
 ) -> None:
     async def story(server: VllmServer) -> None:
-        weights = house.pushed[server.policy_version]
+        weights = world.pushed[server.policy_version]
         # Long enough to be running at the push on a machine of any speed.
-        request = house.request(top_p=0.8, max_tokens=500, **given)
+        request = world.request(top_p=0.8, max_tokens=500, **given)
         pool = EnginePool([server], slots=4)
-        manifest = house.stage(server.policy_version + 1, house.base)
+        manifest = world.stage(server.policy_version + 1, world.base)
         digest = await server.prepare(manifest)
         num_tokens, is_amid = 0, asyncio.Event()
 
@@ -152,25 +152,25 @@ def test_resumed_segments_keep_their_supports_and_penalties(
         await server.commit(manifest.version, digest, "abort")
         answer = await asking
         assert answer.num_interruptions == 1
-        check(house, request, answer.sampled, weights)
+        check(world, request, answer.sampled, weights)
 
-    house.run(story, facts=SUPPORTED)
+    world.run(story, facts=SUPPORTED)
 
 
-def test_support_of_a_grammar_is_cut_from_its_tokens(house: House) -> None:
+def test_support_of_a_grammar_is_cut_from_its_tokens(world: World) -> None:
     digits = "start: /[0-9]{8}/"
 
     async def story(server: VllmServer) -> None:
-        request = house.request(grammar=digits, top_k=3, max_tokens=8)
+        request = world.request(grammar=digits, top_k=3, max_tokens=8)
         tokens = (await server.generate_segment(request)).tokens
         for support in tokens.column(SUPPORT).lists():  # type: ignore[union-attr]
             assert 1 <= len(support) <= 3
-            assert all(one.isdigit() for one in map(house.tokenizer.decode, support))
+            assert all(one.isdigit() for one in map(world.tokenizer.decode, support))
 
-    house.run(story, facts=SUPPORTED)
+    world.run(story, facts=SUPPORTED)
 
 
-def test_server_without_the_setting_is_refused(tmp_path: Path, house: House) -> None:
+def test_server_without_the_setting_is_refused(tmp_path: Path, world: World) -> None:
     with (
         vllm_house(tmp_path) as plain,
         pytest.raises(ConfigError, match="sampling_mask"),

@@ -251,7 +251,7 @@ class EngineRooms:
         assert error.component in self.pool.down, "down when the call returns"
 
 
-class House(EngineRooms):
+class World(EngineRooms):
     """Stories whose engines time-share devices with a trainer."""
 
     publisher: Colocated
@@ -265,7 +265,7 @@ class House(EngineRooms):
         stays: bool = False,
         has_server: bool = False,
         num_steps: int = 1000,
-        at_start: Callable[[House], None] = lambda _: None,
+        at_start: Callable[[World], None] = lambda _: None,
         wait_released: Callable[[], Awaitable[None]] = at_once,
         **publishing: Any,
     ) -> None:

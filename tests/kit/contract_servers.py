@@ -22,7 +22,7 @@ from asyncrl.extensions.vllm.vllm_server import VllmServer
 from asyncrl.messages.sampling import SamplingRequest
 
 if TYPE_CHECKING:
-    from vllm_house import House
+    from vllm_house import World
 
 SLOTS, VOCAB_SIZE = 4, 102
 LONG = 2500
@@ -104,7 +104,7 @@ class Server:
     """The one client of all stories, of a server that leaves it to its client to know
     which weights it holds.
     """
-    house: House | None = None
+    world: World | None = None
     num_requests: int = 0
 
     @property
@@ -140,14 +140,14 @@ def server_of(kind: str, child: EngineProcess, folder: Path) -> Server:
 
 
 @contextmanager
-def contract_vllm(house: House, folder: Path) -> Iterator[Server]:
+def contract_vllm(world: World, folder: Path) -> Iterator[Server]:
     """Yield the vLLM of all tests."""
-    weights = {name: one.numpy() for name, one in house.base.items()}
-    server = Server("vllm", house.process, weights, folder, house=house)
-    house.is_foreign = True
+    weights = {name: one.numpy() for name, one in world.base.items()}
+    server = Server("vllm", world.process, weights, folder, world=world)
+    world.is_foreign = True
     with server.runner as runner:
         caller = caller_of(server)
-        server.client = VllmServer(caller, house.facts(), policy_version=house.version)
+        server.client = VllmServer(caller, world.facts(), policy_version=world.version)
         try:
             runner.run(server.client.ready(180.0))
             yield server
@@ -199,11 +199,11 @@ async def another_client(
     """Yield a client with separate connections."""
     async with aclosing(caller_of(server)) as caller:
         version = engine.policy_version
-        if server.house is None:
+        if server.world is None:
             yield EngineServer(
                 caller,
                 policy_version=version,
                 has_supports=server.kind != "simulated",
             )
         else:
-            yield VllmServer(caller, server.house.facts(), policy_version=version)
+            yield VllmServer(caller, server.world.facts(), policy_version=version)

@@ -22,5 +22,5 @@ def server(
         with contract_server(kind, folder) as server:
             yield server
         return
-    with contract_vllm(request.getfixturevalue("house"), folder) as server:
+    with contract_vllm(request.getfixturevalue("world"), folder) as server:
         yield server

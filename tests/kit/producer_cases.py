@@ -131,7 +131,7 @@ def run_harness(host: FakeHost, *, retries: int = 0, **options: Any) -> Any:
     return run_virtual(story())
 
 
-class House:
+class World:
     """Producers between a fake source, sink, engine and scorer, running within `async
     with`.
     """
@@ -164,7 +164,7 @@ class House:
             self.sink, self.tasks.create_task, generator, **values
         )
 
-    async def __aenter__(self) -> House:
+    async def __aenter__(self) -> World:
         await self.tasks.__aenter__()
         self.running = self.tasks.create_task(self.producers.run(), name="producers")
         return self

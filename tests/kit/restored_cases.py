@@ -38,7 +38,7 @@ def batch_at(version: int) -> Batch:
 
 
 def weights_of(version: int) -> list[str]:
-    """The fake's weights after `version` batches of House.steps."""
+    """The fake's weights after `version` batches of World.steps."""
     return [
         f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1"
         for v in range(version)

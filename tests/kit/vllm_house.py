@@ -31,7 +31,7 @@ LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
 @dataclass
-class House:
+class World:
     """A vLLM server, the versions that were pushed to it, and the reference model."""
 
     process: VllmProcess
@@ -175,7 +175,7 @@ class House:
 
 
 @contextmanager
-def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
+def vllm_house(folder: Path, **spec: Any) -> Iterator[World]:
     """A server for many stories."""
     torch.set_num_threads(1)
     tokenizer = make_character_tokenizer(LETTERS)
@@ -198,7 +198,7 @@ def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
             name: one.detach().clone() for name, one in weights_of(model_path).items()
         }
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        house = House(
+        world = World(
             process,
             model_path,
             folder,
@@ -206,14 +206,14 @@ def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
             AutoTokenizer.from_pretrained(model_path),
             model,
         )
-        house.pushed[0] = base
-        yield house
+        world.pushed[0] = base
+        yield world
 
 
 @contextmanager
-def faulty_vllm_house(folder: Path) -> Iterator[House]:
+def faulty_vllm_house(folder: Path) -> Iterator[World]:
     """A server in which faults can be planted (faulty_vllm_worker.py)."""
     with vllm_house(
         folder, worker_extension="faulty_vllm_worker.FaultyWeightLoader"
-    ) as house:
-        yield house
+    ) as world:
+        yield world
