@@ -191,7 +191,7 @@ class CommandHarness:
                 pass_fds=fds,
             )
             try:
-                # cancelled halfway, asyncio kills the child alone and waits for the
+                # cancelled halfway, asyncio kills only the child and waits for the
                 # pipes of its children
                 (transport, process), cancelled = await shielded(start)
             except OSError as error:

@@ -110,7 +110,7 @@ class TrainerConfig(FrozenConfig):
 
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps to profile, for example [3, 4]: profile/ in the run directory gets a trace of
-    each trainer rank's step, and of each embedded engine's work meanwhile.
+    each trainer rank's step, and of each embedded engine's work during it.
     """
 
     @property

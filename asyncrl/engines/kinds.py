@@ -43,7 +43,7 @@ class ServerMaker:
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """A model beside the trained one. `key`: the setting with its path."""
+    """A model in addition to the trained model. `key`: the setting with its path."""
 
     model: ModelConfig
     key: str

@@ -203,7 +203,7 @@ def find_weights(
     summary = read_object(run_dir / SUMMARY_FILE, [])
     # Only the summary of a run that is done has it: after a failure, final/ may be from
     # before a resume.
-    # Version 0.1.0 wrote the state alone.
+    # Version 0.1.0 wrote only the state.
     is_done = summary.get("state") == "done"
     trained = config.trainer.num_steps if is_done else None
     final_version = summary.get("policy_version", trained)

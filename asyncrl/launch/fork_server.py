@@ -160,7 +160,7 @@ class ForkServer(forkserver.ForkServer):
             os.environ.update(environ)
 
     def ensure_running(self) -> None:
-        """Leave a dead server as it is: without it, children start plainly."""
+        """Leave a dead server dead: without it, children start plainly."""
 
     async def fork(
         self, child: context.ForkServerProcess, files: list[int]

@@ -141,7 +141,7 @@ class Tokens:
     with adjusted logits. A column has one entry per token; an
     absent one has only fills.
 
-    Example: the prompt 5 6, the answer 7 8 under version 3, and its first token alone.
+    Example: the prompt 5 6, the answer 7 8 under version 3, and only its first token.
         >>> prompt = Tokens(np.array([5, 6], np.int32))
         >>> logprobs = np.array([-0.5, -1.0], np.float32)
         >>> answer = Tokens(np.array([7, 8], np.int32), (VersionSpan(0, 2, 3),), {BEHAVIOUR: logprobs})
@@ -299,7 +299,7 @@ class Tokens:
     @staticmethod
     def join(parts: Sequence[Tokens]) -> Tokens:
         """Return all tokens, in order. Adjacent spans of one version and engine become
-        one. The only part with tokens is returned as it is.
+        one. The only part with tokens is returned unchanged.
         """
         # A part without tokens has no values, and after a frame it has lost the width of
         # its columns.

@@ -33,7 +33,7 @@ class LengthBorder(NamedTuple):
 
 def length_border(config: PreTrainedConfig) -> LengthBorder | None:
     """Return the border of a model's rotary embedding, or None if it depends on
-    positions alone.
+    positions only.
     """
     config = config.get_text_config()
     given = (

@@ -27,7 +27,7 @@ NUM_TOKENS, POISONED = 23, 9
 ALONE = "asyncrl_alone"
 T = TypeVar("T")
 MODEL_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError)
-"""What the code of a model raises if it cannot run as it is asked to."""
+"""What the code of a model raises if it cannot run as requested."""
 
 
 @dataclass(frozen=True)

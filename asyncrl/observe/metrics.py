@@ -62,7 +62,7 @@ PROGRESS = frozenset(
     trainer/down trainer/restarts trainer/version handover/phases
     """.split()
 )
-"""Counters whose change shows progress, for the watchdog, beside those of servers
+"""Counters whose change shows progress, for the watchdog, in addition to those of servers
 with another role and of scorers that ask others.
 """
 

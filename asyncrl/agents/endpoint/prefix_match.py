@@ -106,7 +106,7 @@ class Chain:
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         self.forms: list[int] = []
-        """Hashes of the messages, each alone."""
+        """Hashes of the single messages."""
         for index, message in enumerate(messages):
             form = _canonical(message, marks, self._defaults)
             self.forms.append(hash(form))

@@ -822,7 +822,7 @@ class RequestReader:
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Settle the sampling parameters (None: the run's)."""
         if asked.temperature is not None and asked.temperature < LOWEST_TEMPERATURE:
-            # Greedy: nothing is left to cut.
+            # Greedy: nothing to cut.
             asked.temperature = 0.0
             asked.top_p = asked.top_k = asked.min_p = None
         if asked.top_k == -1:

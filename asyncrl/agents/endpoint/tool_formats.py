@@ -348,7 +348,7 @@ class TrialReader(AnswerReader):
 
     def has_failed(self) -> bool:
         try:
-            # Brackets alone would wait for the end of anything that follows a brace.
+            # Only brackets would wait for the end of anything that follows a brace.
             from_json(self.call.text or "{}", allow_inf_nan=False, allow_partial=True)
         except ValueError:
             return True

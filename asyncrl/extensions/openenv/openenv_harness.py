@@ -135,7 +135,7 @@ class OpenEnvHarness:
                     )
                 except Exception as error:
                     # The conversation has reached a limit: the rewards so far count. By
-                    # its code, since openai is imported by the session alone.
+                    # its code, since only the session imports openai.
                     if not given or getattr(error, "code", None) not in AT_A_LIMIT:
                         raise
                     break
@@ -180,7 +180,7 @@ class OpenEnvHarness:
     async def _started(self, task: AnyTask) -> AsyncIterator[tuple[Any, Any]]:
         """Connect and reset; yield the client and the first result."""
         # Not task.seed, which differs between the rollouts of a group: they are compared
-        # with each other, so they begin alike. Not the id alone, which training and an
+        # with each other, so they begin alike. Not only the id, which training and an
         # evaluation have in common.
         told = json.dumps(
             [task.prompt_id, task.info, task.messages], sort_keys=True, default=str

@@ -120,7 +120,7 @@ class Trained:
         max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(weights, max_norm)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        # One rank's norm for all: a rank that skips a step alone would have other
+        # One rank's norm for all: a single rank that skips a step would have other
         # weights.
         return ranks.gather(float(whole))[0]
 

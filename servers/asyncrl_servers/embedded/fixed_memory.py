@@ -253,7 +253,7 @@ class FixedTensors:
         self._return()
 
     def unmap(self) -> None:
-        """Give the memory back. Tensors that were moved meanwhile return."""
+        """Give the memory back. Tensors that were moved since return."""
         self._return()
         self.memory.unmap()
 
