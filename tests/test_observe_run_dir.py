@@ -51,7 +51,7 @@ def make_run(
     )
     for version in range(num_steps):
         append_record(run_dir / "trained.jsonl", record_line(version))
-    waits = {"train loop waits in TrainerClient.train for optimizer step 4": 12.25}
+    waits = {"train loop waits in TrainerClient.step for optimizer step 4": 12.25}
     Recorder(run_dir).write_status(
         {"state": state, "waits": waits, "oldest_rollouts": [["g7/r1", 12.0]]}
     )
@@ -107,7 +107,7 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
     ends = "first step 0.000, last step 0.200"
     for said in (f"process {os.getpid()} on host", pace, "Too short to", ends):
         assert said in text
-    for said in ("TrainerClient.train for optimizer step 4, since 12 s", "g7/r1, 12.0"):
+    for said in ("TrainerClient.step for optimizer step 4, since 12 s", "g7/r1, 12.0"):
         assert (said in text, said in verbose) == (False, True)
 
 
