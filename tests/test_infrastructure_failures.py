@@ -377,36 +377,35 @@ def test_page_has_the_table_of_planted_failures() -> None:
     assert table in page.read_text(), f"write this table into docs/failures.md\n{table}"
 
 
-@pytest.mark.parametrize(
-    ("harness", "reward"),
-    [
-        (agent("gives", reward=0.5, timed_out=True), 0.5),
-        (agent("hangs", after_answer=True), 0.25),
-        (shell(f"{CALL} sleep 1000"), 0.25),
-    ],
-)
-@pytest.mark.parametrize("on_timeout", ["fail", "score"])
-def test_agent_out_of_time_is_scored_only_if_that_is_asked_for(
-    harness: GeneratorConfig, reward: float, on_timeout: Any
-) -> None:
-    """With the harness's reward, else the task's."""
+def test_agent_out_of_time_is_scored_only_if_that_is_asked_for() -> None:
+    """With the harness's reward, else the task's. All wait for their timeouts at once."""
 
     async def quarter(prompt: Prompt, completion: str) -> float:
         return 0.25
 
-    async def story() -> Rollout | FailedRollout:
+    async def check(harness: GeneratorConfig, reward: float, on_timeout: Any) -> None:
         async with open_gateway() as gateway, working(gateway, build(harness)):
             scorers = scored_by(quarter, gateway)
-            return await run(
+            outcome = await run(
                 gateway, scorers=scorers, timeout_s=20.0, on_timeout=on_timeout
             )
+        if on_timeout == "fail":
+            assert kind_of(outcome) == FailureKind.TIMEOUT_AFTER_ANSWER
+        else:
+            assert isinstance(outcome, tuple)
+            assert outcome[0].reward == reward
 
-    outcome = asyncio.run(story())
-    if on_timeout == "fail":
-        assert kind_of(outcome) == FailureKind.TIMEOUT_AFTER_ANSWER
-    else:
-        assert isinstance(outcome, tuple)
-        assert outcome[0].reward == reward
+    async def check_all() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for on_timeout in ("fail", "score"):
+                for harness, reward in (
+                    (agent("gives", reward=0.5, timed_out=True), 0.5),
+                    (agent("hangs", after_answer=True), 0.25),
+                    (shell(f"{CALL} sleep 1000"), 0.25),
+                ):
+                    tasks.create_task(check(harness, reward, on_timeout))
+
+    asyncio.run(check_all())
 
 
 @pytest.mark.extras
