@@ -73,6 +73,21 @@ async def edits_its_history(task: Task, session: Session) -> Outcome:
     return Outcome(float(len(text)))
 
 
+async def asks_twice(task: Task, session: Session, *, schema: Any = None) -> Outcome:
+    """Two turns with a reward each, of any text or of JSON of a schema."""
+    asked: Any = {"model": session.model, "messages": [*task.messages]}
+    if schema is not None:
+        wanted = {"name": "answer", "schema": schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": wanted}
+    rewards = {}
+    for _ in range(2):
+        answer = await session.client.chat.completions.create(**asked)
+        text = answer.choices[0].message.content or ""
+        rewards[answer.id] = len({*text}) / 24
+        asked["messages"] += [{"role": "assistant", "content": text}, task.messages[-1]]
+    return Outcome(turn_rewards=rewards)
+
+
 async def environment(task: Task, session: Session) -> Outcome:
     # PR_GET_DUMPABLE: others of this user do not read it in /proc
     is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
