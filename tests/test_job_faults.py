@@ -167,7 +167,9 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     (trainer,) = children_of(process, "asyncrl.trainer.ranks.rank_process")
     trainer.suspend()
     # It may freeze in an export: then the train loop waits for the publisher.
-    waits = r"(train loop|step \d+) waits in (TrainerClient\.step|PushLoop\.wait_exported)"
+    waits = (
+        r"(train loop|step \d+) waits in (TrainerClient\.step|PushLoop\.wait_exported)"
+    )
     wait_until(
         lambda: re.search(waits, plain(render_status(run_dir, is_verbose=True))),
         process,

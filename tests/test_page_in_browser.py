@@ -124,7 +124,7 @@ def test_timeline_and_tabs_are_readable(browser: Chrome, tmp_path: Path) -> None
     others = (
         "timeline.kinds.filter(kind => groupOf(kind) === OTHER).map(kind => kind.name)"
     )
-    assert {*ask(browser, others)} == {"journal", "record", "start", "down"}
+    assert {*ask(browser, others)} == {"pack", "journal", "record", "start", "down"}
     pictures = ask(browser, "[...GROUPS, OTHER].map(each => tileOf(each).toDataURL())")
     assert len({*pictures}) == 7
     assert ask(browser, "byId('nav').className") == "has-more"
