@@ -24,6 +24,16 @@ from job_runs import CONFIG, environment, read_lines, write_config
 from job_runs import RUN as COMMAND
 from typer.testing import CliRunner
 
+# the exporter is imported by asyncrl's module, too
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="extra otlp")
+from google.protobuf import json_format
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from opentelemetry.sdk.trace import ReadableSpan
+
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.cli import app
@@ -48,15 +58,6 @@ from asyncrl.messages.records import (
     Rollout,
     Ticket,
 )
-
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="extra otlp")
-from google.protobuf import json_format
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-from opentelemetry.sdk.trace import ReadableSpan
 
 pytestmark = [pytest.mark.extras, pytest.mark.extension("trackers")]
 PROMPT = Prompt("0/0", ({"role": "user", "content": "add"},))
@@ -168,6 +169,7 @@ def run_dir(rollout: Rollout, tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
 
     async def write() -> None:
+        (folder / "run.id").write_text("0123")
         journal = Journal.open(folder / "journal.sqlite", run_id="0123")
         for number in range(3):
             journal.add_admission_nowait(
