@@ -109,7 +109,7 @@ def test_textarena_game_of_the_library_is_played(tmp_path: Path) -> None:
     words = tmp_path / "corpora" / "words"
     words.mkdir(parents=True)
     for name in ("en", "en-basic"):
-        (words / name).write_text("world\n")
+        (words / name).write_text("house\n")
     letters = itertools.cycle("hxouse")
     args = {"taskset": {"game": "Hangman-v0"}, "player": PLAYER}
     # nltk refuses to download through a proxy, so the result needs no network.

@@ -101,7 +101,8 @@ class Placement:
         # The eval engine evaluates in the trainer's time slice, too, and its rewards would
         # wait for the engines' time slice, which never comes after the last step.
         is_asked = server.serves_evals and bool(self.weight_readers)
-        return self.moves and is_shared and not (loses_weights or is_asked)
+        can_leave = server.may_leave and not (loses_weights or is_asked)
+        return self.moves and is_shared and can_leave
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
