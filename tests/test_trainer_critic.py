@@ -164,7 +164,7 @@ def test_packed_values_and_their_gradient_equal_those_of_single_sequences(
     loss = 0.5 * (value_M - return_M).square().mean()
     named = step.critic.trained.masters.named
     expected = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
-    sums = step.forward_backward(batch, batch.has_loss, measures_gap=False)
+    sums = step.forward_backward(batch, batch.has_loss)
     for master, grad in zip(named.values(), expected, strict=True):
         if grad is not None:
             torch.testing.assert_close(master.grad, grad, rtol=1e-3, atol=1e-5)

@@ -446,6 +446,12 @@ def sequence_mean(value_M: Tensor, sequence_M: Tensor) -> Tensor:
     )
 
 
+def num_averaged(aggregate: str, tokens_S: Tensor) -> int:
+    """Return the number of tokens or sequences over which token_weights() is a mean."""
+    counted = tokens_S if aggregate == "token" else tokens_S > 0
+    return int(counted.sum())
+
+
 def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
     """Return float32 [S]: factors for the loss tokens of each sequence; the sum is the
     step's loss.

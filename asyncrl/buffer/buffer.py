@@ -20,6 +20,7 @@ from asyncrl.messages.records import (
     Prompt,
     Ticket,
     by_task,
+    part_of,
 )
 
 MAX_FILTERED_GROUPS = 256
@@ -54,8 +55,14 @@ class Buffer:
         *,
         num_groups: int,
         num_batches: int,
+        part_tokens: int = 0,
     ) -> None:
+        """`part_tokens`: the fewest tokens of a part of a batch (0: batches are whole)."""
         self.config = config
+        self._part_tokens = part_tokens
+        self.part_groups = 0
+        """Of the batch that forms."""
+        self._sent_parts = set[int]()
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -69,7 +76,7 @@ class Buffer:
             look_ahead=look_ahead,
         )
         self._ready: dict[GroupId, Group] = {}
-        self._opened, self._formed = Signal(), Signal()
+        self._opened, self._formed, self._part_formed = Signal(), Signal(), Signal()
         self._causes: list[tuple[float, WaitCause | None]] | None = None
         """During wait_batch: times at which the cause of the trainer's wait changed, and
         causes.
@@ -90,10 +97,12 @@ class Buffer:
         next_group_id: int,
         running: Sequence[Ticket],
         ready: Sequence[Group],
+        part_groups: int = 0,
     ) -> tuple[GroupId, ...]:
         """Restore the state of a killed run, before any other call; batch `version` is
         next. Returns the groups that no batch can use under changed settings.
         """
+        self.part_groups = part_groups if self._part_tokens else 0
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
         late = self.rule.restore_nowait(version, next_group_id, starts, versions)
@@ -203,6 +212,7 @@ class Buffer:
         """Note that the trainer has batch `version`, and no longer waits."""
         self.rule.begin_step_nowait(version)
         self._formed_early = None
+        self._sent_parts.clear()
         self._is_idle = False
         self._changed()
 
@@ -250,22 +260,56 @@ class Buffer:
             self._changed()
         return batch
 
+    async def wait_part(self) -> Batch:
+        """Return a part of the next batch once all its groups are ready, each part once.
+        Sleeps until cancelled if the batch has no other whole part.
+        """
+        with waiting("a part of the batch", on="its groups", who="train loop"):
+            while (part := self._take_part()) is None:
+                await self._part_formed.wait()
+            return part
+
+    def _take_part(self) -> Batch | None:
+        size = self.part_groups
+        if not size:
+            return None
+        numbers = {part_of(group_id, size) for group_id in self._ready}
+        for number in sorted(numbers - self._sent_parts):
+            if self.rule.is_settled(number * size, (number + 1) * size):
+                self._sent_parts.add(number)
+                return self._batch(sorted(self._ready)).parts()[number]
+        return None
+
+    def unsent_parts(self, batch: Batch) -> list[Batch]:
+        """Return the parts of a taken batch that wait_part() has not returned."""
+        parts = batch.parts()
+        return [parts[number] for number in parts.keys() - self._sent_parts]
+
     def take_nowait(self, *, is_early: bool = False) -> Batch:
         version = self.rule.next_batch
         group_ids, requeued = self.rule.take_nowait(is_early=is_early)
-        groups = tuple(self._ready.pop(group_id) for group_id in group_ids)
+        batch = self._batch(group_ids, version)
+        for group_id in group_ids:
+            del self._ready[group_id]
+        self.part_groups = batch.next_part_groups
         self._changed()
         for group_id in requeued:
             self._requeue(group_id)
-        batch = Batch(
+        self._formed_early = batch if is_early else None
+        return batch
+
+    def _batch(self, group_ids: Sequence[GroupId], version: int | None = None) -> Batch:
+        version = self.rule.next_batch if version is None else version
+        groups = tuple(self._ready[group_id] for group_id in group_ids)
+        return Batch(
             version,
             groups,
             # The trainer checks this bound again, by the version of each token.
             max(0, version - self.rule.max_staleness),
             mask_older=self.rule.masks,
+            part_groups=self.part_groups,
+            next_part_groups=groups_of_part(groups, self._part_tokens),
         )
-        self._formed_early = batch if is_early else None
-        return batch
 
     # ---- queries
 
@@ -316,6 +360,7 @@ class Buffer:
         if self._causes is not None and self._causes[-1][1] != cause:
             self._causes.append((asyncio.get_running_loop().time(), cause))
         self._note_load()
+        self._part_formed.notify()
         if self._may_take:
             self._formed.notify()
         if self.rule.num_open:
@@ -345,6 +390,27 @@ class Buffer:
     def _requeue(self, group_id: GroupId) -> None:
         reason = "all_masked" if self.rule.masks else "dropped"
         self._on_requeued(group_id, self._ready.pop(group_id, None), reason)
+
+
+def groups_of_part(groups: Sequence[Group], part_tokens: int) -> int:
+    """Return the groups of a part, a power of two, so that parts like `groups` have
+    `part_tokens`; 0 if that would be most of a batch.
+
+    Example: 32 groups of 1,000 tokens and part_tokens 3,072: parts have 4 groups.
+    """
+    if not part_tokens:
+        return 0
+    num_tokens = sum(map(_num_tokens, groups))
+    part_groups = 1
+    while part_groups * num_tokens < part_tokens * len(groups):
+        part_groups *= 2
+    return part_groups if 2 * part_groups <= len(groups) else 0
+
+
+def _num_tokens(group: Group) -> int:
+    """Return about the tokens that the trainer computes: its rollouts share a prompt."""
+    shared = max(len(one.tokens) - one.num_sampled for one in group.trajectories)
+    return shared + sum(one.num_sampled for one in group.trajectories)
 
 
 def _versions(group: Group) -> tuple[int, int]:

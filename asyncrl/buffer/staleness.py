@@ -132,6 +132,11 @@ class StalenessRule:
             return "rewards"
         return "generation"
 
+    def is_settled(self, first: int, stop: int) -> bool:
+        """Return whether no group with an id from `first` to `stop` runs or may start."""
+        is_open = any(first <= group_id < stop for group_id in self._running)
+        return self.num_issued >= stop and not is_open
+
     @property
     def may_form_early(self) -> bool:
         """Return whether the next batch loses nothing if it is formed before the trainer

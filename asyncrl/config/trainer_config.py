@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from asyncrl.config.fields import Count, Fraction, FrozenConfig
 from asyncrl.config.offload_config import OffloadConfig
@@ -20,6 +27,13 @@ PROFILE_FOLDER = "profile"
 """Of a run directory; with the files of trainer.profile_steps."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _spelled(value: object) -> object:
+    return "off" if value in (False, "false") else value  # YAML reads off as false
+
+
+AutoOff = Annotated[Literal["auto", "off"], BeforeValidator(_spelled)]
 
 
 class LoraConfig(FrozenConfig):
@@ -43,6 +57,7 @@ class TrainerConfig(FrozenConfig):
     free_keys: ClassVar = (
         "world_size",
         "micro_batch_tokens",
+        "stream",
         "gradient_checkpointing",
         "offload",
         "compile",
@@ -76,6 +91,10 @@ class TrainerConfig(FrozenConfig):
     micro_batch_tokens: Count = 16384
     """Maximum tokens per forward-backward pass of a process; a longer sequence gets a
     separate pass.
+    """
+    stream: AutoOff = "auto"
+    """With max_staleness 0, train groups as they end (auto), or the same parts of the
+    batch once all have ended (off). Both give the same bits.
     """
     gradient_checkpointing: bool | Fraction = False
     """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =

@@ -43,6 +43,7 @@ from asyncrl.job.trainer_recovery import journaled_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import is_counted
+from asyncrl.launch.parts import part_tokens
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import Batch
@@ -131,6 +132,7 @@ async def build(
         config.buffer,
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
+        part_tokens=part_tokens(config, placement),
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None
@@ -542,5 +544,6 @@ def controller_state(
         "out": feed.requeued
         | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
         "next_group_id": buffer.rule.num_issued,
+        "part_groups": buffer.part_groups,
         "epochs": feed.epochs(),
     }

@@ -29,7 +29,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from asyncrl.base.errors import EngineLost
+from asyncrl.base.errors import EngineLost, TrainerError
 from asyncrl.base.extensions import load_place
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
@@ -327,10 +327,15 @@ class Job(TrainingJob):
 
     async def _begin_step(self, run: Components) -> BegunStep | None:
         """Form a batch, make it durable, and send it to the trainer; None: the run stops."""
+        early = self._task(self._send_parts(run), "parts of the next batch")
         batch = await self._next_batch(run)
+        early.cancel()
         if batch is None:
             return None
         version = batch.version
+        if self._streams:
+            for part in run.buffer.unsent_parts(batch):
+                self._send_nowait(run, part)
         waits = run.buffer.wait_gauges()
         # The step begins only once its batch is durable. If the process dies before, a
         # resume finds the groups in the buffer, and no trace of the step. If it dies
@@ -355,6 +360,27 @@ class Job(TrainingJob):
         run.buffer.begin_step_nowait(version)
         answer = self._task(self._train(run, version, body), f"step {version + 1}")
         return BegunStep(batch, waits, answer)
+
+    @property
+    def _streams(self) -> bool:
+        return self.lifecycle.config.trainer.stream == "auto"
+
+    async def _send_parts(self, run: Components) -> None:
+        """Send parts of the batch that forms as they become whole, until cancelled."""
+        while self._streams:
+            self._send_nowait(run, await run.buffer.wait_part())
+
+    def _send_nowait(self, run: Components, part: Batch) -> None:
+        # The rank takes them in any order, with the same bits.
+        self._task(self._send(run, part), f"a part of step {part.version + 1}")
+
+    async def _send(self, run: Components, part: Batch) -> None:
+        try:
+            with span("trainer", "part", part.version):
+                await run.trainer.add_part(part)
+        # The step trains the parts that the trainer lacks, and meets the same error.
+        except TrainerError as error:
+            logger.info("a part of step %d: %s", part.version + 1, error)
 
     async def _train(self, run: Components, version: int, body: bytes) -> TrainResponse:
         clock = asyncio.get_running_loop().time

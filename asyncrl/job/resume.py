@@ -407,7 +407,7 @@ def _from_journal(
         prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
     tickets = [group.ticket for group in whole.values()]
     late = run.buffer.restore_nowait(
-        state.next_version, state.next_group_id, tickets, ready
+        state.next_version, state.next_group_id, tickets, ready, state.part_groups
     )
     if late:
         logger.warning(

@@ -290,12 +290,15 @@ def _add_batch(connection: sqlite3.Connection, batch: Batch) -> None:
     # Read before the INSERT below, which makes `version` the newest.
     (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
     connection.execute(
-        "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO batches (version, min_version, mask_older, num_groups, part_groups, next_part_groups,"
+        " taken_s) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
             version,
             batch.min_version,
             int(batch.mask_older),
             len(group_ids),
+            batch.part_groups,
+            batch.next_part_groups,
             _decided_s.get(),
         ),
     )

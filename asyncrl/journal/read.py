@@ -47,6 +47,7 @@ BEGINNING: dict[str, Any] = {
     "num_drawn": 0,
     "out": {},
     "next_group_id": 0,
+    "part_groups": 0,
     "epochs": (),
 }
 """State before the journal's first entry, from a checkpoint or of a new run."""
@@ -88,6 +89,8 @@ class ResumeState:
     returning: frozenset[str]
     num_drawn: int
     next_group_id: GroupId
+    part_groups: int
+    """Of the next batch."""
     order: Mapping[str, Any] | None
     """Settings of the prompt order, if written."""
     counted: Mapping[str, float]
@@ -142,6 +145,9 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         (num_issued,) = connection.execute(
             "SELECT coalesce(max(group_id) + 1, 0) FROM groups"
         ).fetchone()
+        newest = connection.execute(
+            "SELECT next_part_groups FROM batches ORDER BY version DESC LIMIT 1"
+        ).fetchone()
         # `began_at` is written when the old journal was moved away: then the
         # checkpoint's position in the data is the beginning of this journal.
         epochs = (*map(tuple, began_at["epochs"]), *_epochs(connection))
@@ -171,6 +177,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             num_drawn=began_at["num_drawn"]
             + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
+            part_groups=began_at["part_groups"] if newest is None else newest[0],
             order=notes.get("order", began_at["order"]),
             counted=_counted(connection),
             epochs=epochs,
@@ -192,7 +199,8 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     were deleted.
     """
     row = connection.execute(
-        "SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)
+        "SELECT min_version, mask_older, part_groups, next_part_groups FROM batches WHERE version = ?",
+        (version,),
     ).fetchone()
     rows = connection.execute(
         "SELECT g.group_id, prompt_id, num_requeued, messages FROM batch_groups b"
@@ -207,6 +215,8 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
         tuple(_group(connection, *row) for row in rows),
         row[0],
         mask_older=bool(row[1]),
+        part_groups=row[2],
+        next_part_groups=row[3],
     )
 
 

@@ -38,7 +38,7 @@ FILE_NAME = "journal.sqlite"
 """File in the run directory."""
 # A new column or another blob needs another number: there is no migration, and an old
 # run resumes only with the asyncrl that wrote it.
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 COSTS = "costs"
@@ -100,7 +100,8 @@ CREATE TABLE segments (
 
 CREATE TABLE batches (
     version INTEGER PRIMARY KEY, min_version INTEGER NOT NULL, mask_older INTEGER NOT NULL,
-    num_groups INTEGER NOT NULL, taken_s REAL NOT NULL, trained_s REAL, loss REAL
+    num_groups INTEGER NOT NULL, part_groups INTEGER NOT NULL, next_part_groups INTEGER NOT NULL,
+    taken_s REAL NOT NULL, trained_s REAL, loss REAL
 );
 CREATE TABLE batch_groups (
     version INTEGER NOT NULL REFERENCES batches, position INTEGER NOT NULL,

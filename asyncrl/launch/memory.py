@@ -207,8 +207,10 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     return rank_memory(config, shape, device).peak(config.offload_rules)
 
 
-def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory:
-    memory = model_memory(config, shape, device, "policy")
+def rank_memory(
+    config: RunConfig, shape: ModelShape, device: str, *, in_parts: bool = False
+) -> RankMemory:
+    memory = model_memory(config, shape, device, "policy", in_parts=in_parts)
     critic = critic_run(config)
     if critic is None:
         return memory
@@ -216,7 +218,9 @@ def rank_memory(config: RunConfig, shape: ModelShape, device: str) -> RankMemory
     item = item_bytes(config.model.dtype, device)
     dtype = "bfloat16" if item == 2 else "float32"
     is_sharded = config.trainer.is_sharded(device, dtype)
-    second = model_memory(*critic, device, "critic", is_sharded=is_sharded)
+    second = model_memory(
+        *critic, device, "critic", is_sharded=is_sharded, in_parts=in_parts
+    )
     return replace(
         memory,
         parts={**memory.parts, **second.parts},
@@ -231,6 +235,7 @@ def model_memory(
     model: Literal["policy", "critic"],
     *,
     is_sharded: bool | None = None,
+    in_parts: bool = False,
 ) -> RankMemory:
     """A sharded rank gathers embeddings and one layer. Excludes weights held for the
     engines.
@@ -256,7 +261,8 @@ def model_memory(
         merged = item * (num - shape.vocab * shape.hidden)
     parts = {
         ModelPart(model, "weights"): weights,
-        ModelPart(model, "gradients"): 4 * trained,
+        # Parts of a batch are added up as integers of 8 bytes.
+        ModelPart(model, "gradients"): (4 + 8 * in_parts) * trained,
         ModelPart(model, "optimizer"): of_optimizer,
     }
     kind = device.partition(":")[0]

@@ -61,6 +61,8 @@ class Placement:
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
+    in_parts: bool = False
+    """The trainer takes a batch in parts (parts.py)."""
 
     @property
     def moves(self) -> bool:

@@ -34,6 +34,7 @@ from asyncrl.launch.memory import (
     server_memory,
 )
 from asyncrl.launch.model_sizes import ModelShape, model_shape
+from asyncrl.launch.parts import why_whole
 from asyncrl.launch.placement import (
     NO_DEVICE,
     NodeDevice,
@@ -130,6 +131,9 @@ class Plan:
         return int(taken)
 
 
+NO_ROOM = "the sums of parts, 8 bytes for each trained weight, do not fit on the trainer's device"
+
+
 def engine_threads(config: RunConfig, cores: int) -> int:
     """Independent of the number of engines: results depend on threads bit for bit."""
     given = config.rollout.threads
@@ -156,7 +160,7 @@ def make_plan(
 ) -> Plan:
     """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
-    placement = place(config, nodes, extra)
+    placement = _with_parts(place(config, nodes, extra), config)
     memory = dict[str, tuple[int | None, int | None]]()
     for number, (node, devices) in enumerate(
         zip(nodes, cuda_devices(nodes), strict=True)
@@ -174,6 +178,10 @@ def make_plan(
     )
     memory[DISK] = (None, None)
     return Plan(placement, lay_out(config, shape, placement), shape, memory)
+
+
+def _with_parts(placement: Placement, config: RunConfig) -> Placement:
+    return replace(placement, in_parts=not why_whole(config, placement))
 
 
 def lay_out(
@@ -198,7 +206,7 @@ def _ranks(
         held = 0
         if rank == 0 and sync.holds_exports(is_colocated=placement.is_colocated):
             held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
-        parts = rank_memory(config, shape, device.name)
+        parts = rank_memory(config, shape, device.name, in_parts=placement.in_parts)
         memory = parts.peak(rules)
         stays = parts.total_of([one for one in rules if rules[one] == "never"])
         # The policy's weights return to be sent; others may have stayed for the step.
@@ -414,8 +422,12 @@ def plan_run(
         if plan.placement.moves:
             stays = "each side moves out for the other"
         messages.append(f"placement.share={share or 'none'}: {stays}{part}")
+    plan, why = _fit_parts(plan, config)
     if not plan.placement.engines:
         return plan, tuple(messages)
+    if config.buffer.max_staleness == 0 and config.trainer.stream == "auto":
+        how = f"off: {why}" if why else "on: groups are trained as they end"
+        messages.append(f"trainer.stream: auto is {how}")
     device = plan.placement.engines[0][0].name
     inexact = plan.shape.inexact
     is_embedded = config.rollout.engine == "embedded"
@@ -436,6 +448,22 @@ def plan_run(
     return plan, tuple(messages)
 
 
+def _fit_parts(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
+    """Return the plan, with whole batches if the sums of parts have no room; and why
+    batches are whole.
+    """
+    placement = plan.placement
+    if not placement.in_parts:
+        return plan, why_whole(config, placement) or NO_ROOM
+    for device in map(placement.label, placement.trainer):
+        free, _ = plan.memory[device]
+        if free is not None and plan.needed_bytes(device) > free:
+            whole = replace(placement, in_parts=False)
+            processes = lay_out(config, plan.shape, whole)
+            return replace(plan, placement=whole, processes=processes), NO_ROOM
+    return plan, ""
+
+
 def _share_memory(plan: Plan, config: RunConfig) -> Plan:
     """Keep both colocated sides in memory if they fit; the engines get what the others
     leave of each CUDA device.
@@ -448,11 +476,14 @@ def _share_memory(plan: Plan, config: RunConfig) -> Plan:
         and "always" not in config.offload_rules.values()
     )
     if may_stay:
-        resident = replace(placement, resident=True)
-        processes = lay_out(config, plan.shape, resident)
-        both = replace(plan, placement=resident, processes=processes)
-        if all(map(partial(_has_room, both), map(resident.label, resident.trainer))):
-            plan = both
+        whole = replace(placement, resident=True)
+        # In this order: if parts have no room, whole batches may have it.
+        for resident in (whole, _with_parts(whole, config)):
+            processes = lay_out(config, plan.shape, resident)
+            both = replace(plan, placement=resident, processes=processes)
+            devices = map(resident.label, resident.trainer)
+            if all(map(partial(_has_room, both), devices)):
+                plan = both
     if not placement.is_on_cuda or config.rollout.memory_keys:
         return plan
     fractions = [1.0]

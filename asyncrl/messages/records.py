@@ -7,7 +7,7 @@ first sampled token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
@@ -315,12 +315,41 @@ class Batch:
     """Groups of one optimizer step, in order of admission, from policy_version v to v +
     1. Tokens older than `min_version` are masked with `mask_older`; otherwise the
     trainer refuses the batch.
+
+    The trainer takes it in parts: groups whose ids have the same quotient by
+    `part_groups` (0: all). `next_part_groups`: of the batch after it.
     """
 
     version: int
     groups: tuple[Group, ...]
     min_version: int
     mask_older: bool = False
+    part_groups: int = 0
+    next_part_groups: int = 0
+
+    def parts(self) -> dict[int, Batch]:
+        """Return a batch of each part's groups, by part_of() their ids.
+
+        Example: part_groups 4 and groups 2, 3, 4, 6. The parts are 0: groups 2 and 3,
+        and 1: groups 4 and 6. Group 5 has failed.
+        """
+        groups = dict[int, list[Group]]()
+        for group in self.groups:
+            groups.setdefault(part_of(group.group_id, self.part_groups), []).append(
+                group
+            )
+        return {
+            part: replace(self, groups=tuple(own), part_groups=0)
+            for part, own in groups.items()
+        }
+
+
+def part_of(group_id: int, part_groups: int) -> int:
+    """Return the part of its batch that a group is in.
+
+    It follows from the id alone, and so does not depend on the groups that end first.
+    """
+    return group_id // part_groups if part_groups else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -144,12 +144,15 @@ class TrajectoryHeader(Message):
 
 
 class BatchHeader(Message):
-    """Tokens older than `min_version` get no loss, or the batch is refused."""
+    """Tokens older than `min_version` get no loss, or the batch is refused.
+    `part_groups`: see Batch.
+    """
 
     version: int
     min_version: int
     mask_older: bool
     trajectories: list[TrajectoryHeader]
+    part_groups: int = 0
 
 
 def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:

@@ -137,6 +137,15 @@ class TrainerClient:
         self._reached(report.policy_version)
         return report
 
+    async def add_part(self, part: Batch) -> None:
+        """Train on a part of the batch that forms. Never repeated: step() trains the parts
+        that are missing.
+        """
+        self._check_up()
+        body = await self.pack(part)
+        with waiting(f"a part of step {part.version + 1}", on=self._caller.name):
+            await self._post("/add_part", body, api.TrainerHealth)
+
     async def pack(self, batch: Batch) -> bytes:
         # In a thread: packing a large batch would hold up every rollout on the event
         # loop.
@@ -354,5 +363,6 @@ def pack_groups(batch: Batch) -> tuple[api.BatchHeader, Tokens]:
         min_version=batch.min_version,
         mask_older=batch.mask_older,
         trajectories=headers,
+        part_groups=batch.part_groups,
     )
     return header, Tokens.join(parts)

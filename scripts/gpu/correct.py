@@ -286,7 +286,7 @@ def _gradients(
     step: TrainerRank, header: BatchHeader, arrays: Tokens
 ) -> dict[str, Tensor]:
     batch = step.begin(header, arrays)
-    step.forward_backward(batch, batch.has_loss, measures_gap=False)
+    step.forward_backward(batch, batch.has_loss)
     grads = {name: master.grad for name, master in step.masters.named.items()}
     return {
         name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None

@@ -104,7 +104,7 @@ def train_versions(step: TrainerRank, first: int, last: int) -> None:
 def gradient_of(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> StepSums:
     """Leave the gradient of a batch in the rank's masters, without a step."""
     batch = step.begin(header, arrays)
-    return step.forward_backward(batch, batch.has_loss, measures_gap=False)
+    return step.forward_backward(batch, batch.has_loss)
 
 
 @contextlib.contextmanager

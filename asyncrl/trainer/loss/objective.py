@@ -217,11 +217,29 @@ class BatchNumbers:
     packed: tuple[BoolN, list[tuple[MicroBatch, bool]]] | None = None
     """Tokens of the last pass without a gradient, and its micro-batches."""
 
+    @classmethod
+    def join(
+        cls, header: BatchHeader, arrays: Tokens, parts: Sequence[BatchNumbers]
+    ) -> BatchNumbers:
+        """Return the numbers of a batch after its parts, which are in its order."""
+        joined = cls(header, arrays, np.concatenate([part.has_loss for part in parts]))
+        joined.advantage_N = np.concatenate([part.advantage_N for part in parts])
+        # With a critic all parts have them, without one none has.
+        values = [part.value_N for part in parts if part.value_N is not None]
+        returns = [part.return_N for part in parts if part.return_N is not None]
+        if values and returns:
+            joined.value_N = np.concatenate(values)
+            joined.return_N = np.concatenate(returns)
+        return joined
+
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of one optimizer step: a weight, a correction and a mask per token."""
+    """Numbers of one optimizer step: a weight, a correction and a mask per token. The
+    loss is a mean over `size` tokens or sequences.
+    """
 
+    size: int
     weight_N: Float32N
     correction_N: Float32N | None
     mask_N: Float32N | None
@@ -417,7 +435,8 @@ class Objective:
             correction_N[has_loss] = self._correct(
                 log_weight_M, advantage_M, sequence_M
             )
-        return StepNumbers(weight_N, correction_N, mask_N)
+        size = losses.num_averaged(self._recipe.aggregate, tokens_S)
+        return StepNumbers(size, weight_N, correction_N, mask_N)
 
     def _correct(
         self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
+from asyncrl.messages.records import part_of
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
@@ -443,6 +444,33 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
         for step in range(count)
         if (chosen := has_loss & (step_of_N == step)).any()
     ]
+
+
+def cut_parts(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, Tokens]]:
+    """Return the parts of a batch (see Batch), each as a batch of its own."""
+    if not header.part_groups:
+        return [(header, arrays)]
+    found = list[tuple[BatchHeader, Tokens]]()
+    parts = groupby(
+        header.trajectories, key=lambda one: part_of(one.group_id, header.part_groups)
+    )
+    for _, entries in parts:
+        own = list(entries)
+        start, first_group = own[0].start, own[0].group_index
+        moved = [
+            entry.model_copy(
+                update={
+                    "group_index": entry.group_index - first_group,
+                    "start": entry.start - start,
+                    "end": entry.end - start,
+                }
+            )
+            for entry in own
+        ]
+        update = {"trajectories": moved, "part_groups": 0}
+        tokens = arrays.slice(start, own[-1].end)
+        found.append((header.model_copy(update=update), tokens))
+    return found
 
 
 @dataclass(frozen=True)

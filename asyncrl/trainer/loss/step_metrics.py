@@ -130,10 +130,19 @@ class StepMeter:
     def start(self) -> None:
         self._started_s = time.perf_counter()
         self._idle_s = self._started_s - self._ended_s
+        self._paused_s = 0.0
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens = 0
         self._flops = 0.0
         self.enter("")
+
+    def pause(self) -> None:
+        """Mark that the rank waits for the next part of the batch."""
+        self.enter("")
+        self._paused_from_s = time.perf_counter()
+
+    def resume(self) -> None:
+        self._paused_s += time.perf_counter() - self._paused_from_s
 
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; return the phase that it ends."""
@@ -169,14 +178,14 @@ class StepMeter:
         own = [self._num_tokens, self._flops, _peak_host_bytes(), peak_bytes]
         parts = self._ranks.gather(own)
         num_tokens, flops, host_bytes, device_bytes = zip(*parts, strict=True)
-        train_s = time.perf_counter() - self._started_s
+        train_s = time.perf_counter() - self._started_s - self._paused_s
         device_s = train_s * self._ranks.size
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
         if self._compilations is not None:
             metrics["perf/compile_s"] = self._compile_s(self._compilations())
         metrics["perf/train_s"] = train_s
         if math.isfinite(self._idle_s):
-            metrics["perf/idle_s"] = self._idle_s
+            metrics["perf/idle_s"] = self._idle_s + self._paused_s
         metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s
         if self._cuda is not None:
             metrics["perf/device_memory_bytes"] = float(max(device_bytes))

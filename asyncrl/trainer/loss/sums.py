@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,21 +22,59 @@ MicroLoss = tuple[Tensor, Stats]
 """Loss and statistics of a micro-batch, on the device."""
 
 
+class ValueLoss(NamedTuple):
+    """The critic's mean loss over `size` tokens, and the share of clipped ones."""
+
+    size: int
+    loss: float
+    clipped: float
+
+    @staticmethod
+    def join(parts: Sequence[ValueLoss | None]) -> ValueLoss | None:
+        own = [part for part in parts if part is not None]
+        if not own:
+            return None
+        size = sum(part.size for part in own)
+        loss = sum(part.size * part.loss for part in own) / size
+        clipped = sum(part.size * part.clipped for part in own) / size
+        return ValueLoss(size, loss, clipped)
+
+
 @dataclass
 class StepSums:
     """Results of one optimizer step, over its M loss tokens in the batch's order.
 
-    `loss` is the mean over the step, `stats` are sums, `gaps` is empty if they are not
-    measured. `grad_norm` is NaN until the step is taken, and if it is skipped.
+    `loss` is the mean over `size` tokens or sequences, `stats` are sums, `gaps` is empty
+    if they are not measured. `grad_norm` is NaN until the step is taken, and if it is
+    skipped.
     """
 
+    size: int
     logprobs_M: Float32N
     entropies_M: Float32N
     behaviour_M: Float32N
     loss: float
     stats: Counter[str]
-    gaps: list[Gap]
+    gaps: list[Gap] = field(default_factory=list)
+    value_loss: ValueLoss | None = None
     grad_norm: float = math.nan
+
+    @classmethod
+    def join(cls, parts: Sequence[StepSums]) -> StepSums:
+        """Return the sums of a step from these of its parts, in the batch's order."""
+        stats = Counter[str]()
+        for part in parts:
+            stats.update(part.stats)
+        size = sum(part.size for part in parts)
+        return cls(
+            size=size,
+            logprobs_M=np.concatenate([part.logprobs_M for part in parts]),
+            entropies_M=np.concatenate([part.entropies_M for part in parts]),
+            behaviour_M=np.concatenate([part.behaviour_M for part in parts]),
+            loss=sum(part.size * part.loss for part in parts) / max(size, 1),
+            stats=stats,
+            value_loss=ValueLoss.join([part.value_loss for part in parts]),
+        )
 
 
 def version_metrics(

@@ -19,7 +19,7 @@ from asyncrl.trainer.loss import packing
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N
 from asyncrl.trainer.loss.packing import MicroBatch
 from asyncrl.trainer.loss.step_metrics import StepMeter
-from asyncrl.trainer.loss.sums import MicroLoss, gather_losses
+from asyncrl.trainer.loss.sums import MicroLoss, ValueLoss, gather_losses
 from asyncrl.trainer.model.build_model import TrainedModel, reshard
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.ranks.optimizer import Trained, make_optimizer
@@ -85,8 +85,6 @@ class Critic:
         self.trained = Trained(self._built.masters, optimizer)
         self._steps = list[tuple[float, float, float]]()
         """Loss, clipped share and gradient norm of each step of the version."""
-        self._loss = 0.0
-        self._clipped = 0.0
 
     @torch.no_grad()
     def values(self, batch: BatchNumbers) -> Float32N:
@@ -114,7 +112,7 @@ class Critic:
         self._meter.enter("")
         return value_N
 
-    def add_gradient(self, batch: BatchNumbers, chosen: BoolN) -> None:
+    def add_gradient(self, batch: BatchNumbers, chosen: BoolN) -> ValueLoss:
         """Compute the gradient of the mean loss over the chosen tokens."""
         self._meter.enter("critic")
         num_chosen = int(chosen.sum())
@@ -138,17 +136,17 @@ class Critic:
             losses.append((loss.detach(), {"clipped": is_clipped_M.sum()}))
             flops = self.model.costs.flops(*micro.size, has_backward=True)
             self._meter.count(flops)
-        self._loss, stats = gather_losses(losses, self._ranks)
-        self._clipped = stats["clipped"] / num_chosen
+        mean, stats = gather_losses(losses, self._ranks)
         self._meter.enter("")
+        return ValueLoss(num_chosen, mean, stats["clipped"] / max(num_chosen, 1))
 
-    def clip(self, step: int) -> dict[str, float]:
+    def clip(self, step: int, loss: ValueLoss) -> dict[str, float]:
         """Clip the gradient for optimizer step `step` of the run; return loss and
         norm, which must be finite for a step.
         """
         norm = self.trained.prepare_step(self._loop, step, self._ranks)
-        self._steps.append((self._loss, self._clipped, norm))
-        return {"the critic's loss": self._loss, "its gradient norm": norm}
+        self._steps.append((loss.loss, loss.clipped, norm))
+        return {"the critic's loss": loss.loss, "its gradient norm": norm}
 
     def metrics(self, batch: BatchNumbers) -> dict[str, float]:
         """Return metrics of the batch's version by full name; loss, share and norm are

@@ -5,9 +5,10 @@ All calls are collective; rank 0 writes files.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +43,6 @@ from asyncrl.trainer.attention.tree import BoolN
 from asyncrl.trainer.loss import objective, packing, step_metrics
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.loss.packing import LogitSets, MicroBatch
-from asyncrl.trainer.loss.step_metrics import Gap
 from asyncrl.trainer.loss.sums import (
     MicroLoss,
     StepSums,
@@ -74,7 +74,8 @@ class TrainerRank(TrainedModel):
     """Weights and optimizer of one rank, owned by one thread.
 
     Life: train() makes a version: begin(), then for each optimizer step
-        forward_backward() and optimizer_step().
+        forward_backward() and optimizer_step(). Of a batch in parts, add_part() makes
+        the gradient of each, before train() or within it.
     Invariant: a refused batch leaves policy_version unchanged.
     """
 
@@ -84,6 +85,8 @@ class TrainerRank(TrainedModel):
         self.ranks = ranks
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
+        self._parts = dict[str, tuple[BatchNumbers, StepSums]]()
+        """Parts of the next batch whose gradient is added."""
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self.rollout_advantages: list[tuple[int, int, float]] = []
         self._record = step_metrics.RecordWriter(spec.record_path)
@@ -126,33 +129,90 @@ class TrainerRank(TrainedModel):
 
         Return metrics by full name, NaN without a value. Raises Refused.
         """
-        batch = self.begin(header, arrays)
-        loop = self.spec.trainer
-        # Proximal and reference logprobs and advantages are computed once, in begin(),
-        # by the weights before the first step. All epochs and mini-batches compare with
-        # these.
-        parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
-        steps = list[StepSums]()
+        parts = packing.cut_parts(header, arrays)
         try:
-            for epoch in range(loop.epochs):
-                for number, chosen in enumerate(parts):
-                    # Later steps start from other weights than the samples.
-                    measures_gap = self.spec.measures_gap and not steps
-                    step = self.forward_backward(
-                        batch, chosen, measures_gap=measures_gap
-                    )
-                    # Masked parts and skipped steps count too, so that the schedule
-                    # ends.
-                    index = epoch * loop.mini_batches + number
-                    self.optimizer_step(batch, step, index)
-                    steps.append(step)
-            return self._end_version(batch, steps)
+            # The loss of a router's balance is a mean over the whole batch.
+            if len(parts) > 1 and self.policy.balance is None:
+                batch, step = self._join_parts(header, arrays, parts)
+                self.optimizer_step(batch, step, 0)
+                return self._end_version(batch, [step])
+            batch = self.begin(header, arrays)
+            return self._end_version(batch, self._take_steps(batch))
         # Some micro-batches may have added their gradient and others not: no later step
         # may apply a part of a gradient.
         except BaseException:
             self._profiler.drop()
             self._drop_gradients()
             raise
+
+    def _take_steps(self, batch: BatchNumbers) -> list[StepSums]:
+        """Take the optimizer steps of a batch in one part."""
+        loop = self.spec.trainer
+        # Proximal and reference logprobs and advantages are computed once, in begin(),
+        # by the weights before the first step. All epochs and mini-batches compare with
+        # these.
+        choices = packing.mini_batches(batch.header, batch.has_loss, loop.mini_batches)
+        steps = list[StepSums]()
+        for epoch in range(loop.epochs):
+            for number, chosen in enumerate(choices):
+                step = self.forward_backward(batch, chosen)
+                # Later steps start from other weights than the samples.
+                if not steps:
+                    self._measure_gaps(batch, chosen, step)
+                # Masked parts and skipped steps count too, so that the schedule ends.
+                index = epoch * loop.mini_batches + number
+                self.optimizer_step(batch, step, index)
+                steps.append(step)
+        return steps
+
+    def add_part(self, header: api.BatchHeader, arrays: Tokens) -> None:
+        """Add the gradient of a part of the next batch, also before the rest of the
+        batch is known. Does nothing for a part that is added. Raises Refused.
+        """
+        key = _part_key(header, arrays)
+        if key in self._parts:
+            return
+        batch = self._read(header, arrays)
+        try:
+            self._numbers(batch)
+            step = self.forward_backward(batch, batch.has_loss)
+            self._trained.parts.add(step.size)
+            if self.critic is not None and step.value_loss is not None:
+                self.critic.trained.parts.add(step.value_loss.size)
+        except BaseException:
+            self._drop_gradients()
+            raise
+        batch.packed = None
+        self._parts[key] = batch, step
+        self._meter.pause()
+
+    def _join_parts(
+        self,
+        header: api.BatchHeader,
+        arrays: Tokens,
+        parts: Sequence[tuple[api.BatchHeader, Tokens]],
+    ) -> tuple[BatchNumbers, StepSums]:
+        """Return a whole batch and its step, with the gradient of all parts. The parts
+        that were not added before are added here. Raises Refused.
+        """
+        keys = [_part_key(*part) for part in parts]
+        if self._parts.keys() - set(keys):
+            # Of groups that are not in the batch after all.
+            log.warning("%s: all parts are trained again", _name(header))
+            self._drop_gradients()
+        for part in parts:
+            self.add_part(*part)
+        self._meter.resume()
+        added = [self._parts[key] for key in keys]
+        batch = BatchNumbers.join(header, arrays, [numbers for numbers, _ in added])
+        objective.check_any_loss(header, arrays, batch.has_loss)
+        step = StepSums.join([own for _, own in added])
+        self._note_rollouts(batch)
+        self._measure_gaps(batch, batch.has_loss, step)
+        self._trained.parts.finish(step.size)
+        if self.critic is not None and step.value_loss is not None:
+            self.critic.trained.parts.finish(step.value_loss.size)
+        return batch, step
 
     def evaluate(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
         """Return the mean negative log-likelihood of the loss tokens in nats, and their
@@ -170,6 +230,7 @@ class TrainerRank(TrainedModel):
         }
 
     def _drop_gradients(self) -> None:
+        self._parts.clear()
         self._trained.drop_gradient()
         if self.critic is not None:
             self.critic.trained.drop_gradient()
@@ -180,25 +241,32 @@ class TrainerRank(TrainedModel):
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
+        if self._parts:
+            self._drop_gradients()  # parts of groups that are not in the batch
         batch = self._read(header, arrays)
+        objective.check_any_loss(header, arrays, batch.has_loss)
         self._numbers(batch)
-        self.rollout_gaps = []
-        self.rollout_advantages = step_metrics.means_of_rollouts(
-            header, batch.has_loss, batch.advantage_N
-        )
+        self._note_rollouts(batch)
         return batch
 
+    def _note_rollouts(self, batch: BatchNumbers) -> None:
+        self.rollout_gaps = []
+        self.rollout_advantages = step_metrics.means_of_rollouts(
+            batch.header, batch.has_loss, batch.advantage_N
+        )
+
     def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
-        """Check a batch, and find its loss tokens. Raises Refused."""
+        """Check a batch or a part, and find its loss tokens. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        self._meter.start()
-        self._profiler.enter(self.policy_version + 1)
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
-        # The order matters: find_allowed() takes the loss of forbidden tokens out of
-        # has_loss in place, and check_any_loss() judges the result.
+        if self._parts:
+            self._meter.resume()
+        else:
+            self._meter.start()
+            self._profiler.enter(self.policy_version + 1)
         has_loss = objective.loss_tokens(header, arrays)
+        # Takes the loss of forbidden tokens out of has_loss, in place.
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
-        objective.check_any_loss(header, arrays, has_loss)
         sets = LogitSets(allowed, find_supports(arrays, has_loss))
         return BatchNumbers(header, arrays, has_loss, sets=sets)
 
@@ -297,19 +365,15 @@ class TrainerRank(TrainedModel):
         batch.packed = chosen.copy(), micros
         return micros
 
-    def forward_backward(
-        self, batch: BatchNumbers, chosen: BoolN, *, measures_gap: bool
-    ) -> StepSums:
-        """Compute the gradient of the chosen tokens' loss. Raises Refused."""
-        step = self._policys_gradient(batch, chosen, measures_gap=measures_gap)
-        if self.critic is not None:
+    def forward_backward(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
+        """Compute the gradient of the chosen tokens' loss."""
+        step = self._policys_gradient(batch, chosen)
+        if self.critic is not None and step.logprobs_M.size:
             self._use_in_step("add the critic's gradient", *CRITIC_PASS)
-            self.critic.add_gradient(batch, chosen)
+            step.value_loss = self.critic.add_gradient(batch, chosen)
         return step
 
-    def _policys_gradient(
-        self, batch: BatchNumbers, chosen: BoolN, *, measures_gap: bool
-    ) -> StepSums:
+    def _policys_gradient(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
         self._use_in_step("add a gradient", *POLICY_PASS)
         numbers = self._objective.step_numbers(batch, chosen)
         read = packing.token_ranges(batch.header, chosen, reads_all=True)
@@ -347,16 +411,13 @@ class TrainerRank(TrainedModel):
         # decisions below: skip, refuse, or step.
         logprobs_N, entropies_N = gather_scores(outputs, len(chosen), self.ranks)
         shared_loss, stats_sums = gather_losses(losses, self.ranks)
-        gaps = list[Gap]()
-        if measures_gap:
-            gaps = self._measure_gaps(batch, chosen, logprobs_N)
         return StepSums(
+            size=numbers.size,
             logprobs_M=logprobs_N[chosen],
             entropies_M=entropies_N[chosen],
             behaviour_M=batch.arrays.behaviour_logprobs[chosen],
             loss=shared_loss,
             stats=stats_sums,
-            gaps=gaps,
         )
 
     def optimizer_step(self, batch: BatchNumbers, step: StepSums, index: int) -> None:
@@ -374,7 +435,8 @@ class TrainerRank(TrainedModel):
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
             self._use_in_step("take the critic's step", CRITIC_GRADIENTS)
-            needed |= self.critic.clip(number)
+            assert step.value_loss is not None
+            needed |= self.critic.clip(number, step.value_loss)
         if all(map(math.isfinite, needed.values())):
             self._meter.enter("blocked")
             # Only here, after both passes: the export and the copy of a checkpoint have
@@ -413,11 +475,15 @@ class TrainerRank(TrainedModel):
             )
         log.warning("%s: step skipped, %s", _name(batch.header), reason)
 
-    def _measure_gaps(
-        self, batch: BatchNumbers, chosen: BoolN, logprobs_N: Float32N
-    ) -> list[Gap]:
-        """Compare logprobs with those of the engines. Raises Refused above the limit."""
+    def _measure_gaps(self, batch: BatchNumbers, chosen: BoolN, step: StepSums) -> None:
+        """Compare a step's logprobs with those of the engines. Raises Refused above the
+        limit.
+        """
+        if not self.spec.measures_gap:
+            return
         arrays = batch.arrays
+        logprobs_N = np.zeros(len(chosen), np.float32)
+        logprobs_N[chosen] = step.logprobs_M
         limit = self.spec.trainer.logprob_gap_limit
         # Only tokens of this version were sampled with the trainer's weights. On older
         # ones a difference is staleness, not a fault.
@@ -444,7 +510,7 @@ class TrainerRank(TrainedModel):
         if warning:
             number = batch.header.version + 1
             log.warning("step %d: %s; %s", number, warning, step_metrics.GAP_ADVICE)
-        return gaps
+        step.gaps = gaps
 
     def _refused(
         self, batch: BatchNumbers, error: str, rule: str, way_out: str
@@ -536,6 +602,8 @@ class TrainerRank(TrainedModel):
         be read.
         """
         self._offload.need("load a state", "weights", "optimizer")
+        if self._parts:
+            self._drop_gradients()  # of the weights before
         self.before_change()
         # The loaded weights may have the version of chunks that were written before,
         # with other content.
@@ -594,6 +662,8 @@ class TrainerRank(TrainedModel):
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move parts to host memory. Raises Refused."""
         self._before_moves()
+        if self._parts:
+            self._drop_gradients()  # train() adds the parts again
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
@@ -663,6 +733,14 @@ class TrainerRank(TrainedModel):
         # Float32 weights are their own masters.
         of_model = {id(tensor) for tensor in weights}
         return [tensor for tensor in tensors if id(tensor) not in of_model]
+
+
+def _part_key(header: api.BatchHeader, arrays: Tokens) -> str:
+    """Return a digest of a part's rollouts and tokens."""
+    digest = hashlib.sha256(header.model_dump_json().encode())
+    for array in (arrays.ids, arrays.versions, arrays.behaviour_logprobs):
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def _name(header: api.BatchHeader) -> str:

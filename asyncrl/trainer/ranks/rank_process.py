@@ -250,6 +250,12 @@ class TrainerService:
         )
         return await self._step(content, batch)
 
+    async def add_part(self, content: bytes) -> None:
+        part = await asyncio.to_thread(api.unpack_batch, content)
+        await self._on_torch_thread(
+            lambda: self._together("add_part_together", content, part)
+        )
+
     async def _step(self, content: bytes, batch: UnpackedBatch) -> api.TrainResponse:
         def step() -> object:
             # A step that was sent early must not go before the export.
@@ -361,6 +367,10 @@ CALLS = {
     "train": RankCall(bytes, TrainerService.train, on_all_ranks=False),
     "train_next": RankCall(bytes, TrainerService.train_next, on_all_ranks=False),
     "train_together": RankCall(api.unpack_batch, TrainerService.train_together),
+    "add_part": RankCall(bytes, TrainerService.add_part, on_all_ranks=False),
+    "add_part_together": RankCall(
+        api.unpack_batch, lambda self, part: self.rank.add_part(*part)
+    ),
     "evaluate": RankCall(api.unpack_batch, TrainerService.evaluate),
     "begin_export": RankCall(
         api.BeginExportRequest, TrainerService.begin_export, on_all_ranks=False
