@@ -36,7 +36,8 @@ ON_OVERDUE = st.sampled_from(["wait", "mask", "drop"])
 
 class BufferHistory(RuleBasedStateMachine):
     """Admit, finish with any versions the ticket allows, fail, take (also while the step
-    before runs), publish (late, skipping), change look_ahead.
+    before runs, and with max_staleness 0 in parts), publish (late, skipping), change
+    look_ahead.
     """
 
     num_groups: int
@@ -51,10 +52,16 @@ class BufferHistory(RuleBasedStateMachine):
         on_overdue=ON_OVERDUE,
         look_ahead=st.integers(0, 4),
     )
-    def start(self, look_ahead: int, **settings: Any) -> None:
+    def start(self, look_ahead: int, part_tokens: int = 0, **settings: Any) -> None:
         self.log = HandedBackLog()
         vars(self).update(settings)
-        self.new_buffer = partial(make_buffer, **settings, log=self.log)
+        self.new_buffer = partial(
+            make_buffer,
+            **settings,
+            log=self.log,
+            part_tokens=part_tokens,
+        )
+        self.sent: list[Batch] = []
         self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
         # running group that samples no more -> the newest version that it may have
@@ -134,6 +141,7 @@ class BufferHistory(RuleBasedStateMachine):
             self.new_buffer(look_ahead=self.buffer.rule.look_ahead),
         )
         self.sampled.clear()
+        self.sent.clear()
         assert self._restore(self.buffer) == ()
         for name in (
             "next_batch",
@@ -178,7 +186,10 @@ class BufferHistory(RuleBasedStateMachine):
             Ticket(GroupId(group_id), start) for group_id, start in self.running.items()
         ]
         ready = list(self.ready.values())
-        return buffer.restore_nowait(len(self.batches), self.num_issued, tickets, ready)
+        part_groups = self.batches[-1].next_part_groups if self.batches else 0
+        return buffer.restore_nowait(
+            len(self.batches), self.num_issued, tickets, ready, part_groups
+        )
 
     @property
     def newest(self) -> int:
@@ -210,6 +221,16 @@ class BufferHistory(RuleBasedStateMachine):
         if self.is_early:
             self.is_early = False
             self.buffer.begin_step_nowait(len(self.batches) - 1)
+
+    @invariant()
+    def send_parts(self) -> None:
+        """Parts leave before the batch is whole, and stay in the buffer."""
+        if not hasattr(self, "buffer"):
+            return
+        while (part := self.buffer.take_part_nowait()) is not None:
+            assert part.version == len(self.batches)
+            assert set(part.groups) <= {*self.ready.values()}
+            self.sent.append(part)
 
     @precondition(lambda self: len(self.batches) < self.num_batches)
     @rule()
@@ -335,8 +356,22 @@ class BufferHistory(RuleBasedStateMachine):
         assert oldest_trained_age(batch) <= self.max_staleness
         assert batch.min_version == max(0, batch.version - self.max_staleness)
         assert batch.mask_older == (self.on_overdue == "mask")
+        self._check_parts(batch)
         self.batches.append(batch)
         self._see_requeued()
+
+    def _check_parts(self, batch: Batch) -> None:
+        """Each group is in one part: of those that were sent, or of the others."""
+        parts = [*self.sent, *self.buffer.unsent_parts(batch)]
+        found = [group for part in parts for group in part.groups]
+        assert sorted(found, key=lambda group: group.group_id) == list(batch.groups)
+        sizes = {group.group_id // (batch.part_groups or 10**9) for group in found}
+        assert len(parts) == len(sizes)
+        if self.batches:
+            assert batch.part_groups == self.batches[-1].next_part_groups
+        self.sent.clear()
+        if not self.is_early:
+            self.buffer.begin_step_nowait(batch.version)
 
     def _see_requeued(self) -> None:
         for group_id, was_ready, reason in self.log[self.num_seen_log :]:
@@ -352,6 +387,23 @@ class BufferHistory(RuleBasedStateMachine):
         self.num_seen_log = len(self.log)
 
 
+class PartsHistory(BufferHistory):
+    """The same with batches in parts of one, two or four groups."""
+
+    @initialize(
+        num_groups=st.integers(4, 8),
+        num_batches=st.integers(2, 6),
+        part_tokens=st.sampled_from([4, 8, 16]),
+        on_overdue=ON_OVERDUE,
+    )
+    def start(self, **settings: Any) -> None:  # type: ignore[override]
+        super().start(look_ahead=0, max_staleness=0, **settings)
+
+
+TestPartsHistory = PartsHistory.TestCase
+TestPartsHistory.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None
+)
 TestBufferHistory = BufferHistory.TestCase
 TestBufferHistory.settings = settings(
     max_examples=300, stateful_step_count=30, deadline=None
@@ -517,3 +569,38 @@ def test_too_many_filtered_groups_end_the_run(monkeypatch: pytest.MonkeyPatch) -
         TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"
     ):
         buffer.finish_nowait(make_group(5, [0], [0], rewards=same))
+
+
+@virtual
+async def test_parts_come_as_their_groups_end() -> None:
+    """Four groups a batch, in parts of two once the first batch has shown their size.
+    Group 6 fails: its substitute has an id of a later part.
+    """
+    buffer = make_buffer(4, max_staleness=0, part_tokens=6)
+    admit(buffer, 4)
+    finish(buffer, 0, 1, 2, 3)
+    parts = asyncio.create_task(buffer.wait_part(), name="parts")
+    await all_blocked()
+    assert not parts.done(), "nobody knows how large groups are"
+    first = await buffer.wait_batch()
+    assert (first.part_groups, first.next_part_groups) == (0, 2)
+    buffer.begin_step_nowait(0)
+    buffer.idle_nowait()
+    buffer.set_served_nowait(1)
+    admit(buffer, 4)
+    finish(buffer, 5, 7, version=1)
+    await all_blocked()
+    assert not parts.done(), "4 and 6 still run"
+    finish(buffer, 4, version=1)
+    assert [group.group_id for group in (await parts).groups] == [4, 5]
+    parts = asyncio.create_task(buffer.wait_part(), name="parts")
+    buffer.fail_nowait(GroupId(6))
+    assert [group.group_id for group in (await parts).groups] == [7]
+    parts = asyncio.create_task(buffer.wait_part(), name="parts")
+    assert admit(buffer, 1) == [8]
+    finish(buffer, 8, version=1)
+    await all_blocked()
+    assert not parts.done(), "group 9 may still come"
+    batch = await buffer.wait_batch()
+    assert [part.groups[0].group_id for part in buffer.unsent_parts(batch)] == [8]
+    parts.cancel()

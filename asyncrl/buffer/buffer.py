@@ -265,11 +265,11 @@ class Buffer:
         Sleeps until cancelled if the batch has no other whole part.
         """
         with waiting("a part of the batch", on="its groups", who="train loop"):
-            while (part := self._take_part()) is None:
+            while (part := self.take_part_nowait()) is None:
                 await self._part_formed.wait()
             return part
 
-    def _take_part(self) -> Batch | None:
+    def take_part_nowait(self) -> Batch | None:
         size = self.part_groups
         if not size:
             return None

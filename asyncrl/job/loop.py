@@ -376,7 +376,7 @@ class Job(TrainingJob):
 
     async def _send(self, run: Components, part: Batch) -> None:
         try:
-            with span("trainer", "part", part.version):
+            with span("next batch", "part", part.version):
                 await run.trainer.add_part(part)
         # The step trains the parts that the trainer lacks, and meets the same error.
         except TrainerError as error:

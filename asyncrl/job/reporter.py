@@ -540,14 +540,17 @@ class Reporter:
         found: Mapping[str, float],
         ended: StepEnd,
     ) -> dict[str, float]:
-        given = {**found, **report.metrics}
+        given = _without_early({**found, **report.metrics})
         metrics = {**ended.counted, **self._timed(report, given, ended.at_s)}
         spent_s = ended.spent_s
         return metrics | {
             "perf/journal_s": spent_s["journal"],
             "perf/request_s": max(
                 0.0,
-                spent_s["pack"] + spent_s["train"] - metrics.get("perf/train_s", 0.0),
+                spent_s["pack"]
+                + spent_s["train"]
+                - metrics.get("perf/train_s", 0.0)
+                + metrics.get("perf/early_s", 0.0),
             ),
             "perf/export_s": max(
                 0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)
@@ -728,4 +731,19 @@ def totals_in(line: Mapping[str, object]) -> dict[str, float]:
         name: num
         for name, num in line.items()
         if is_total(name) and isinstance(num, int | float)
+    }
+
+
+def _without_early(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with the waits for a batch less the time in which the trainer
+    trained parts of it.
+    """
+    early_s = metrics.get("perf/early_s", 0.0)
+    waited_s = metrics.get("perf/wait_s", 0.0)
+    if early_s == 0.0 or waited_s == 0.0:
+        return dict(metrics)
+    kept = max(0.0, 1.0 - early_s / waited_s)
+    return {
+        name: value * kept if name.startswith("perf/wait_") else value
+        for name, value in metrics.items()
     }

@@ -66,6 +66,7 @@ def make_buffer(
     num_groups: int = 2,
     num_batches: int = 10,
     log: HandedBackLog | None = None,
+    part_tokens: int = 0,
     **config: Any,
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness by default."""
@@ -74,6 +75,7 @@ def make_buffer(
         BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),
         num_groups=num_groups,
         num_batches=num_batches,
+        part_tokens=part_tokens,
     )
     buffer.requeue_to(HandedBackLog() if log is None else log)
     return buffer

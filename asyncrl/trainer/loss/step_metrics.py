@@ -131,6 +131,7 @@ class StepMeter:
         self._started_s = time.perf_counter()
         self._idle_s = self._started_s - self._ended_s
         self._paused_s = 0.0
+        self._early_s: float | None = None
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens = 0
         self._flops = 0.0
@@ -140,6 +141,10 @@ class StepMeter:
         """Mark that the rank waits for the next part of the batch."""
         self.enter("")
         self._paused_from_s = time.perf_counter()
+
+    def note_whole(self) -> None:
+        """Mark, in a pause, that the batch is whole."""
+        self._early_s = self._paused_from_s - self._started_s - self._paused_s
 
     def resume(self) -> None:
         self._paused_s += time.perf_counter() - self._paused_from_s
@@ -184,6 +189,8 @@ class StepMeter:
         if self._compilations is not None:
             metrics["perf/compile_s"] = self._compile_s(self._compilations())
         metrics["perf/train_s"] = train_s
+        if self._early_s is not None:
+            metrics["perf/early_s"] = self._early_s
         if math.isfinite(self._idle_s):
             metrics["perf/idle_s"] = self._idle_s + self._paused_s
         metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s

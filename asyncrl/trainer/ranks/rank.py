@@ -200,6 +200,8 @@ class TrainerRank(TrainedModel):
             # Of groups that are not in the batch after all.
             log.warning("%s: all parts are trained again", _name(header))
             self._drop_gradients()
+        if self._parts:
+            self._meter.note_whole()
         for part in parts:
             self.add_part(*part)
         self._meter.resume()
