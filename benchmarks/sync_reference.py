@@ -6,6 +6,7 @@ parts under test.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -46,13 +47,20 @@ class SyncParts:
 
 
 def sync_reference(
-    parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int
+    parts: SyncParts,
+    *,
+    num_groups: int,
+    group_size: int,
+    num_steps: int,
+    part_tokens: int = 0,
 ) -> Iterator[tuple[Batch, TrainResponse]]:
     """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size`
-    samples, and yield each batch and response.
+    samples, and yield each batch and response. A batch is trained in parts whose
+    `part_tokens` the sizes of the batch before promise (0: whole).
 
     No errors are caught.
     """
+    part_groups = 0
     for version in range(num_steps):
         prompts = [parts.next_prompt() for _ in range(num_groups)]
         prompt_ids = [tuple(parts.encode(prompt.messages)) for prompt in prompts]
@@ -92,7 +100,21 @@ def sync_reference(
             )
         # Every token is of this version: with max_staleness 0 nothing older may be in a
         # batch.
-        batch = Batch(version=version, groups=tuple(groups), min_version=version)
+        batch = Batch(version, tuple(groups), version, part_groups=part_groups)
+        part_groups = groups_of_part(batch, part_tokens)
         report = parts.train(batch)
         parts.load_weights(report.policy_version)
         yield batch, report
+
+
+def groups_of_part(batch: Batch, part_tokens: int) -> int:
+    if part_tokens == 0:
+        return 0
+    num_tokens = 0
+    for group in batch.groups:
+        prompt = {one.tokens.num_context for one in group.trajectories}
+        sampled = [one.tokens.num_sampled for one in group.trajectories]
+        num_tokens += max(prompt) + sum(sampled)
+    mean = num_tokens / len(batch.groups)
+    part_groups: int = 2 ** max(0, math.ceil(math.log2(part_tokens / mean)))
+    return part_groups if part_groups <= len(batch.groups) / 2 else 0

@@ -28,8 +28,8 @@ from asyncrl.job.agent_runtime import special_tokens
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
-from asyncrl.launch.placement import place
-from asyncrl.launch.plan import resolve_auto
+from asyncrl.launch.parts import part_tokens
+from asyncrl.launch.plan import plan_run, resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt
@@ -61,7 +61,9 @@ class SyncRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         model_path = asyncio.run(make_model_folder(config, run_dir, run_module))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
-        placement = place(config, single_node())
+        plan, _ = plan_run(config, single_node())
+        placement = plan.placement
+        self.part_tokens = part_tokens(config, placement)
         self.tokenizer = HFChatTokenizer(
             model_path, chat_template=config.model.chat_template
         )
@@ -169,6 +171,7 @@ class SyncRun:
                 num_groups=config.trainer.num_groups,
                 group_size=config.rollout.group_size,
                 num_steps=config.trainer.num_steps,
+                part_tokens=self.part_tokens,
             )
             for batch, report in loop:
                 line = {

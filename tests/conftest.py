@@ -193,14 +193,19 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(on_policy: Path) -> Path:
-    """The directory of that run with two engines, never killed; its output is in
-    said.txt next to it.
+    """The directory of that run with two engines and batches that are trained once they
+    are whole, never killed; its output is in said.txt next to it.
     """
     from crash_fuzz import never_killed
     from job_runs import variant
 
     return never_killed(
-        variant(on_policy, on_policy.parent / "whole", rollout={"num_engines": 2}),
+        variant(
+            on_policy,
+            on_policy.parent / "whole",
+            rollout={"num_engines": 2},
+            trainer={"stream": "off"},
+        ),
         on_policy.parent / "whole" / "run",
     )
 

@@ -363,7 +363,8 @@ class Job(TrainingJob):
 
     @property
     def _streams(self) -> bool:
-        return self.lifecycle.config.trainer.stream == "auto"
+        is_auto = self.lifecycle.config.trainer.stream == "auto"
+        return is_auto and not self.placement.moves
 
     async def _send_parts(self, run: Components) -> None:
         """Send parts of the batch that forms as they become whole, until cancelled."""

@@ -33,8 +33,6 @@ def why_whole(config: RunConfig, placement: Placement) -> str:
         return "there are no rollouts"
     if config.buffer.max_staleness > 0:
         return "buffer.max_staleness is above 0, so that whole batches are sent ahead"
-    if placement.moves:
-        return "the engines must leave the devices before the trainer works"
     if trainer.mini_batches * trainer.epochs > 1:
         return "trainer.mini_batches or trainer.epochs gives several steps"
     if leaving_parts(config, moves=False):

@@ -131,9 +131,6 @@ class Plan:
         return int(taken)
 
 
-NO_ROOM = "the sums of parts, 8 bytes for each trained weight, do not fit on the trainer's device"
-
-
 def engine_threads(config: RunConfig, cores: int) -> int:
     """Independent of the number of engines: results depend on threads bit for bit."""
     given = config.rollout.threads
@@ -160,7 +157,8 @@ def make_plan(
 ) -> Plan:
     """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
-    placement = _with_parts(place(config, nodes, extra), config)
+    placement = place(config, nodes, extra)
+    placement = replace(placement, in_parts=not why_whole(config, placement))
     memory = dict[str, tuple[int | None, int | None]]()
     for number, (node, devices) in enumerate(
         zip(nodes, cuda_devices(nodes), strict=True)
@@ -178,10 +176,6 @@ def make_plan(
     )
     memory[DISK] = (None, None)
     return Plan(placement, lay_out(config, shape, placement), shape, memory)
-
-
-def _with_parts(placement: Placement, config: RunConfig) -> Placement:
-    return replace(placement, in_parts=not why_whole(config, placement))
 
 
 def lay_out(
@@ -422,12 +416,12 @@ def plan_run(
         if plan.placement.moves:
             stays = "each side moves out for the other"
         messages.append(f"placement.share={share or 'none'}: {stays}{part}")
-    plan, why = _fit_parts(plan, config)
+    plan = _fit_parts(plan, config)
     if not plan.placement.engines:
         return plan, tuple(messages)
     if config.buffer.max_staleness == 0 and config.trainer.stream == "auto":
-        how = f"off: {why}" if why else "on: groups are trained as they end"
-        messages.append(f"trainer.stream: auto is {how}")
+        text = _stream_text(config, plan.placement)
+        messages.append(f"trainer.stream: auto is {text}")
     device = plan.placement.engines[0][0].name
     inexact = plan.shape.inexact
     is_embedded = config.rollout.engine == "embedded"
@@ -448,20 +442,26 @@ def plan_run(
     return plan, tuple(messages)
 
 
-def _fit_parts(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
-    """Return the plan, with whole batches if the sums of parts have no room; and why
-    batches are whole.
-    """
+def _fit_parts(plan: Plan, config: RunConfig) -> Plan:
+    """Return the plan, with whole batches if the sums of parts have no room."""
     placement = plan.placement
-    if not placement.in_parts:
-        return plan, why_whole(config, placement) or NO_ROOM
-    for device in map(placement.label, placement.trainer):
+    for device in map(placement.label, placement.trainer if placement.in_parts else ()):
         free, _ = plan.memory[device]
         if free is not None and plan.needed_bytes(device) > free:
             whole = replace(placement, in_parts=False)
             processes = lay_out(config, plan.shape, whole)
-            return replace(plan, placement=whole, processes=processes), NO_ROOM
-    return plan, ""
+            return replace(plan, placement=whole, processes=processes)
+    return plan
+
+
+def _stream_text(config: RunConfig, placement: Placement) -> str:
+    """Return what trainer.stream=auto is, for a run with max_staleness 0."""
+    why = why_whole(config, placement)
+    if not why and not placement.in_parts:
+        why = "the sums of parts, 8 bytes for each trained weight, do not fit"
+    if not why and placement.moves:
+        why = "the engines must leave the devices before the trainer works"
+    return f"off: {why}" if why else "on: groups are trained as they end"
 
 
 def _share_memory(plan: Plan, config: RunConfig) -> Plan:
@@ -476,9 +476,9 @@ def _share_memory(plan: Plan, config: RunConfig) -> Plan:
         and "always" not in config.offload_rules.values()
     )
     if may_stay:
-        whole = replace(placement, resident=True)
+        parted = replace(placement, resident=True)
         # In this order: if parts have no room, whole batches may have it.
-        for resident in (whole, _with_parts(whole, config)):
+        for resident in (replace(parted, in_parts=False), parted):
             processes = lay_out(config, plan.shape, resident)
             both = replace(plan, placement=resident, processes=processes)
             devices = map(resident.label, resident.trainer)
