@@ -290,6 +290,7 @@ class Histories(RuleBasedStateMachine):
     def a_resume_would_find_what_the_model_says(self) -> None:
         state = self.runner.run(self.journal.read_resume(0))
         assert state.next_version == len(self.batches)
+        assert state.part_groups == (2 ** len(self.batches) if self.batches else 0)
         assert [ticket.group_id for ticket, _ in state.ready] == self.of("ready")
         assert [record.ticket.group_id for record in state.running] == self.of(
             "running"
@@ -309,6 +310,9 @@ class Histories(RuleBasedStateMachine):
         assert partials == self.partials
         for batch, groups in zip(load_batches(state), self.batches, strict=True):
             assert tuple(group.group_id for group in batch.groups) == groups
+            part_groups = 2**batch.version
+            found = batch.part_groups, batch.next_part_groups
+            assert found == (part_groups, 2 * part_groups)
             assert all(
                 same_group(group, self.group(group.group_id)) for group in batch.groups
             )

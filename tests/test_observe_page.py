@@ -259,7 +259,7 @@ def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> N
     with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
         batches = [(version, 0, 0, 2, version + 1) for version in range(4)]
         journal.executemany(
-            "INSERT INTO batches VALUES (?, ?, ?, ?, ?, NULL, NULL)", batches
+            "INSERT INTO batches VALUES (?, ?, ?, ?, 0, 0, ?, NULL, NULL)", batches
         )
         events = [(2.5, "engine lost", '{"why": "killed; the end of its log: $x"}')]
         events += [(3.5, "restored", '{"version": 1, "who": "trainer"}')]

@@ -285,7 +285,9 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
             order=life.feed.order, num_drawn=life.feed.num_drawn, epochs=[]
         )
         controller.update(
-            out={"0/7": 2, **ready}, next_group_id=life.buffer.rule.num_issued
+            out={"0/7": 2, **ready},
+            next_group_id=life.buffer.rule.num_issued,
+            part_groups=4,
         )
 
     async def killed_before_a_group(life: Life) -> None:

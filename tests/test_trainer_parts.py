@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import job_runs
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,13 @@ from safetensors.torch import load_file
 from tiny_model import make_tiny_moe
 from trainer_cases import MakeStep, changed, learned, make_batch, make_spec, mesh_of_one
 
+from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, RECIPES
 from asyncrl.base.http import Refused
+from asyncrl.config import RunConfig
+from asyncrl.config.load import checked
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.parts import why_whole
+from asyncrl.launch.placement import place
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader, TrainerHealth, pack_batch
 from asyncrl.trainer.loss.packing import cut_parts
@@ -172,13 +179,13 @@ def test_integers_are_those_of_exact_arithmetic(make_step: MakeStep) -> None:
             assert weight.grad is None
         step._trained.parts.finish(sum(sizes))
         assert weight.grad is not None
-        for place in [(0, 0), (3, 2), (-1, -1)]:
+        for index in [(0, 0), (3, 2), (-1, -1)]:
             whole = sum(
-                round(float(grad[place]) * size * 2**PART_BITS)
+                round(float(grad[index]) * size * 2**PART_BITS)
                 for grad, size in zip(grads, sizes, strict=True)
             )
             exact = whole / 2**PART_BITS / sum(sizes)
-            assert float(weight.grad[place]) == np.float32(exact), name
+            assert float(weight.grad[index]) == np.float32(exact), name
         step._trained.drop_gradient()
 
 
@@ -344,3 +351,60 @@ def test_two_ranks_add_parts_in_any_order(tiny_model_dir: Path, tmp_path: Path) 
         path = alone.export(tmp_path / "alone.safetensors").path
     found = load_file(path)
     assert found
+
+
+# ---- which algorithms may be cut
+
+MIXED = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-2}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": {"loss": name}} for name in RECIPES},
+    **{
+        f"advantage {name}": {"algorithm": {"advantage": name}}
+        for name in BUILT_IN_ADVANTAGES
+        if name not in ("gae", "gigpo")
+    },
+    "advantage of the user": {"algorithm": {"advantage": "compared:over_all"}},
+    "top entropy": {"algorithm": {"top_entropy": 0.5}},
+    "off-policy mask": {"algorithm": {"off_policy_mask": 0.1}},
+    "whitened": MIXED,
+    "not whitened": {
+        **MIXED,
+        "algorithm": {"advantage": "gae", "whiten_advantages": False},
+    },
+    **{
+        f"aggregate {name}": {"algorithm": {"aggregate": name}}
+        for name in ("token", "sequence", "sequence_sum", "constant")
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_only_algorithms_that_compare_groups_are_trained_whole(
+    make_step: MakeStep, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts give the gradient of the whole batch exactly where the table allows them.
+    The step without parts is the oracle, in both directions.
+    """
+    (tmp_path / "compared.py").write_text(
+        "def over_all(reward, group):\n    return reward - reward.mean()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    values = ALGORITHMS[name]
+    distances = []
+    whole_header, arrays = parts_batch(part_groups=0)
+    kept: list[dict[str, torch.Tensor]] = [{}, {}]
+    for gradients, part_groups in zip(kept, (0, 2), strict=True):
+        step = make_step(**values)
+        keep_gradients(step._trained, "", gradients)
+        header = whole_header.model_copy(update={"part_groups": part_groups})
+        step.train(header, arrays)
+    for key, gradient in kept[0].items():
+        distance = float((kept[1][key] - gradient).norm() / gradient.norm())
+        distances.append(distance)
+    sections = {**job_runs.CONFIG, "buffer": {"max_staleness": 0}, **values}
+    config = checked(RunConfig, sections)
+    why = why_whole(config, place(config, single_node()))
+    if why:
+        assert max(distances) > 1e-3, why
+    else:
+        assert max(distances) < 1e-4

@@ -299,7 +299,7 @@ def test_checkpoints_hear_of_a_loss() -> None:
 # ---- everything at once
 
 Move = tuple[float, str, int]
-KINDS = st.sampled_from(["die", "freeze", "die after", "export"])
+KINDS = st.sampled_from(["die", "freeze", "die after", "export", "part"])
 MOVES = st.lists(st.tuples(st.floats(0.0, 12.0), KINDS, st.integers(0, 1)), max_size=12)
 
 
@@ -324,12 +324,17 @@ def test_each_batch_is_in_the_weights_once(
         for rank in world.ranks:
             rank.child.reap_s = reap_s
         running, exports = world.go(8, durable_s, num_ahead), []
+        parts = list[asyncio.Task[None]]()
         for gap_s, what, where in moves:
             await asyncio.sleep(gap_s)
             assert len(world.server.weights) <= len(world.journal)
             if what == "export":
                 export = world.tasks.create_task(world.trainer.export())
                 exports.append((world.trainer.policy_version, export))
+            elif what == "part":
+                part = batch_at(world.trainer.policy_version + where)
+                sending = world.trainer.add_part(part)
+                parts.append(asyncio.ensure_future(sending))
             elif what == "die after":
                 world.server.dies_after = "/train_next" if num_ahead else "/train"
             else:
@@ -340,8 +345,11 @@ def test_each_batch_is_in_the_weights_once(
         assert (await world.trainer.export()).version == 8, "the last loss is repaired"
         world.check()
         assert world.trainer.policy_version == 8
+        # A part that is lost or too late ends with an error, and costs no restart.
+        for error in await asyncio.gather(*parts, return_exceptions=True):
+            assert error is None or isinstance(error, TrainerError)
         assert world.trainer.num_restarts <= sum(
-            what != "export" for _, what, _ in moves
+            what not in ("export", "part") for _, what, _ in moves
         )
 
     live(story, num_ranks=num_ranks, state_at=state_at, max_restarts=100, backoff_s=0.0)

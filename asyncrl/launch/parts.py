@@ -12,6 +12,7 @@ from asyncrl.models.support import has_experts
 
 WITHIN_GROUP = ("grpo", "grpo_sample", "dr_grpo", "rloo", "leave_one_out", "gigpo")
 """Advantages that compare only the rollouts of one group."""
+MOVES = "the engines must leave the devices before the trainer works"
 
 
 def part_tokens(config: RunConfig, placement: Placement) -> int:
@@ -33,6 +34,10 @@ def why_whole(config: RunConfig, placement: Placement) -> str:
         return "there are no rollouts"
     if config.buffer.max_staleness > 0:
         return "buffer.max_staleness is above 0, so that whole batches are sent ahead"
+    # On a CPU they take no memory from each other: the bits stay those of separate
+    # devices.
+    if placement.moves and placement.is_on_cuda:
+        return MOVES
     if trainer.mini_batches * trainer.epochs > 1:
         return "trainer.mini_batches or trainer.epochs gives several steps"
     if leaving_parts(config, moves=False):

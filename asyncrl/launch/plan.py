@@ -34,7 +34,7 @@ from asyncrl.launch.memory import (
     server_memory,
 )
 from asyncrl.launch.model_sizes import ModelShape, model_shape
-from asyncrl.launch.parts import why_whole
+from asyncrl.launch.parts import MOVES, why_whole
 from asyncrl.launch.placement import (
     NO_DEVICE,
     NodeDevice,
@@ -460,7 +460,7 @@ def _stream_text(config: RunConfig, placement: Placement) -> str:
     if not why and not placement.in_parts:
         why = "the sums of parts, 8 bytes for each trained weight, do not fit"
     if not why and placement.moves:
-        why = "the engines must leave the devices before the trainer works"
+        why = MOVES
     return f"off: {why}" if why else "on: groups are trained as they end"
 
 
@@ -476,9 +476,10 @@ def _share_memory(plan: Plan, config: RunConfig) -> Plan:
         and "always" not in config.offload_rules.values()
     )
     if may_stay:
-        parted = replace(placement, resident=True)
+        whole = replace(placement, resident=True, in_parts=False)
+        in_parts = not why_whole(config, whole)
         # In this order: if parts have no room, whole batches may have it.
-        for resident in (replace(parted, in_parts=False), parted):
+        for resident in (whole, replace(whole, in_parts=in_parts)):
             processes = lay_out(config, plan.shape, resident)
             both = replace(plan, placement=resident, processes=processes)
             devices = map(resident.label, resident.trainer)

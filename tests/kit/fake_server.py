@@ -291,6 +291,14 @@ class FakeTrainerServer(FakeServer):
         self._refuse(path)
         version = self.policy_version
         match path:
+            case "/add_part":
+                header, _ = unpack_batch(body)
+                if header.version != version:
+                    raise self.refused(
+                        path, f"part of {header.version} at version {version}"
+                    )
+                await asyncio.sleep(self.train_s / 2)
+                return self.health()
             case "/train" | "/train_next":
                 header, _ = unpack_batch(body)
                 if header.version != version:

@@ -107,7 +107,13 @@ def make_group(group_id: int, **options: Any) -> Group:
 
 def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
     groups = tuple(make_group(group_id, **options) for group_id in group_ids)
-    return Batch(version, groups, min_version=max(0, version - 1))
+    return Batch(
+        version,
+        groups,
+        min_version=max(0, version - 1),
+        part_groups=2**version,
+        next_part_groups=2 * 2**version,
+    )
 
 
 def make_partial(num_tokens: int) -> Completion:

@@ -141,8 +141,7 @@ class TrainerRank(TrainedModel):
         # Some micro-batches may have added their gradient and others not: no later step
         # may apply a part of a gradient.
         except BaseException:
-            self._profiler.drop()
-            self._drop_gradients()
+            self._drop_parts()
             raise
 
     def _take_steps(self, batch: BatchNumbers) -> list[StepSums]:
@@ -180,7 +179,7 @@ class TrainerRank(TrainedModel):
             if self.critic is not None and step.value_loss is not None:
                 self.critic.trained.parts.add(step.value_loss.size)
         except BaseException:
-            self._drop_gradients()
+            self._drop_parts()
             raise
         batch.packed = None
         self._parts[key] = batch, step
@@ -199,7 +198,7 @@ class TrainerRank(TrainedModel):
         if self._parts.keys() - set(keys):
             # Of groups that are not in the batch after all.
             log.warning("%s: all parts are trained again", _name(header))
-            self._drop_gradients()
+            self._drop_parts()
         if self._parts:
             self._meter.note_whole()
         for part in parts:
@@ -231,6 +230,10 @@ class TrainerRank(TrainedModel):
             "eval/tokens": float(has_loss.sum()),
         }
 
+    def _drop_parts(self) -> None:
+        self._profiler.drop()
+        self._drop_gradients()
+
     def _drop_gradients(self) -> None:
         self._parts.clear()
         self._trained.drop_gradient()
@@ -244,7 +247,7 @@ class TrainerRank(TrainedModel):
         Refused.
         """
         if self._parts:
-            self._drop_gradients()  # parts of groups that are not in the batch
+            self._drop_parts()  # of groups that are not in the batch
         batch = self._read(header, arrays)
         objective.check_any_loss(header, arrays, batch.has_loss)
         self._numbers(batch)
@@ -605,7 +608,7 @@ class TrainerRank(TrainedModel):
         """
         self._offload.need("load a state", "weights", "optimizer")
         if self._parts:
-            self._drop_gradients()  # of the weights before
+            self._drop_parts()  # of the weights before
         self.before_change()
         # The loaded weights may have the version of chunks that were written before,
         # with other content.
@@ -665,7 +668,7 @@ class TrainerRank(TrainedModel):
         """Move parts to host memory. Raises Refused."""
         self._before_moves()
         if self._parts:
-            self._drop_gradients()  # train() adds the parts again
+            self._drop_parts()  # train() adds them again
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
