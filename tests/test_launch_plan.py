@@ -272,6 +272,76 @@ def test_graphs_of_fused_steps_stay_beside_the_trainer() -> None:
     assert engines[1] - engines[0] == held
 
 
+STREAMED: dict[str, tuple[int, list[str], str]] = {
+    "devices apart": (2, [ZERO], "on: groups are trained as they end"),
+    "on a CPU": (0, [ZERO, *ON_CPU], "on: groups are trained as they end"),
+    "both stay": (1, [ZERO, "placement.share=0.5"], "on: groups are trained"),
+    "engines leave": (
+        1,
+        [ZERO, "placement.share=none"],
+        "off: the engines must leave the devices",
+    ),
+    "engines leave a CPU": (
+        0,
+        [*ON_CPU, *COLOCATED, "placement.rollout=trainer", "placement.share=none"],
+        "off: the engines must leave the devices",
+    ),
+    "several steps": (2, [ZERO, "trainer.mini_batches=2"], "off: trainer.mini_batches"),
+    "offload": (
+        2,
+        [ZERO, "trainer.offload.optimizer=always"],
+        "off: trainer.offload moves a part",
+    ),
+    "routers": (
+        2,
+        [
+            ZERO,
+            "model.scratch.architecture.model_type=qwen3_moe",
+            "model.scratch.architecture.num_experts=4",
+        ],
+        "off: trainer.router_aux_loss is not 0",
+    ),
+    "a balance of 0": (
+        2,
+        [
+            ZERO,
+            "model.scratch.architecture.model_type=qwen3_moe",
+            "model.scratch.architecture.num_experts=4",
+            "trainer.router_aux_loss=0",
+        ],
+        "on: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_plan_says_why_groups_are_not_trained_as_they_end(name: str) -> None:
+    num_cuda, overrides, text = STREAMED[name]
+    config = load(*overrides)
+    _, messages = plan_run(config, single_node(machine(num_cuda)))
+    (said,) = [message for message in messages if "trainer.stream" in message]
+    assert said.startswith(f"trainer.stream: auto is {text}")
+    for silent in (["buffer.max_staleness=1"], [ZERO, "trainer.stream=off"]):
+        _, messages = plan_run(load(*silent), single_node(machine(2)))
+        assert not any("trainer.stream" in message for message in messages)
+
+
+def test_sums_of_parts_are_counted_and_left_out_if_they_have_no_room() -> None:
+    config = load(ZERO, "trainer.stream=auto", "model.dtype=float32")
+    ample, whole = (
+        make_plan(one, single_node(machine(2)))
+        for one in (config, load(ZERO, "trainer.mini_batches=2", "model.dtype=float32"))
+    )
+    sums = memory(ample, "trainer-0").total - memory(whole, "trainer-0").total
+    assert sums == 8 * ample.shape.num_parameters
+    device = ample.placement.label(ample.placement.trainer[0])
+    too_few = ample.needed_bytes(device) - 1
+    plan, messages = plan_run(config, single_node(machine(2, too_few)))
+    assert not plan.placement.in_parts
+    assert plan.needed_bytes(device) == whole.needed_bytes(device)
+    assert any("for each trained weight, do not fit" in one for one in messages)
+
+
 def test_cores_are_counted_on_each_node() -> None:
     threads = ["rollout.threads=auto", "trainer.threads=auto"]
     written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"
