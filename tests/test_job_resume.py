@@ -351,7 +351,9 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live()
     assert differences(whole, tmp_path / "run") == []
-    assert not (tmp_path / "run" / "logs" / "engine-eval.log").exists()
+    logs = tmp_path / "run" / "logs"
+    assert not (logs / "engine-eval.log").exists()
+    assert "all parts are trained again" not in (logs / "trainer-0.log").read_text()
     rewards, expected = evaluated(tmp_path / "run"), evaluated(whole)
     assert {0, NUM_STEPS} <= rewards.keys()
     assert {version: rewards[version] for version in rewards.keys() & expected} == {

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import job_runs
+import journal_cases
 import numpy as np
 import pytest
 import torch
@@ -25,11 +27,20 @@ from asyncrl.config.load import checked
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.parts import why_whole
 from asyncrl.launch.placement import place
+from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import ROUTING, Tokens
-from asyncrl.messages.trainer_api import BatchHeader, TrainerHealth, pack_batch
+from asyncrl.messages.trainer_api import (
+    BatchHeader,
+    TrainerHealth,
+    pack_batch,
+    unpack_batch,
+)
+from asyncrl.trainer.loss import step_metrics
 from asyncrl.trainer.loss.packing import cut_parts
 from asyncrl.trainer.ranks.optimizer import PART_BITS, Trained
-from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.trainer.ranks.rank import TrainerRank, _part_key
+from asyncrl.trainer.ranks.ranks import ONE_RANK
+from asyncrl.trainer.trainer_client import pack_groups
 
 Part = tuple[BatchHeader, Tokens]
 
@@ -104,6 +115,20 @@ def test_parts_follow_from_ids_alone() -> None:
     for part, tokens in cut_parts(header, arrays):
         assert part.trajectories[0].start == part.trajectories[0].group_index == 0
         assert part.trajectories[-1].end == len(tokens)
+
+
+def test_part_that_is_sent_alone_is_the_part_of_the_batch() -> None:
+    """Otherwise all parts would be trained twice, with the same bits."""
+    groups = tuple(journal_cases.make_group(group_id) for group_id in (2, 3, 4, 6))
+    batch = Batch(version=3, groups=groups, min_version=3, part_groups=2)
+    sent = [
+        unpack_batch(pack_batch(*pack_groups(part))) for part in batch.parts().values()
+    ]
+    whole = unpack_batch(pack_batch(*pack_groups(batch)))
+    assert [_part_key(*part) for part in sent] == [
+        _part_key(*part) for part in cut_parts(*whole)
+    ]
+    assert len(sent) == 3
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -408,3 +433,39 @@ def test_only_algorithms_that_compare_groups_are_trained_whole(
         assert max(distances) > 1e-3, why
     else:
         assert max(distances) < 1e-4
+
+
+def test_meter_tells_early_work_from_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ends at 10 s. Its parts run at 12 to 15, 20 to 24 and 24 to 27 s; the batch
+    is whole at 22 s, and the step ends at 28 s.
+    """
+    now_s = 0.0
+    monkeypatch.setattr(step_metrics.time, "perf_counter", lambda: now_s)
+    meter = step_metrics.StepMeter(ONE_RANK, "float32")
+
+    def at(time_s: float, event: Callable[[], Any]) -> Any:
+        nonlocal now_s
+        now_s = time_s
+        return event()
+
+    at(10, meter.end)
+    for time_s, event in (
+        (12, meter.start),
+        (15, meter.pause),
+        (20, meter.resume),
+        (22, meter.note_whole),
+        (24, meter.pause),
+        (24, meter.resume),
+        (27, meter.pause),
+        (27, meter.resume),
+    ):
+        at(time_s, event)
+    found = at(28, meter.numbers)
+    assert found["perf/train_s"] == 3 + 4 + 3 + 1
+    assert found["perf/early_s"] == 3 + 2
+    assert found["perf/idle_s"] == 2 + 5
+    at(28, meter.end)
+    at(30, meter.start)
+    found = at(33, meter.numbers)
+    assert (found["perf/train_s"], found["perf/idle_s"]) == (3, 2)
+    assert "perf/early_s" not in found

@@ -59,7 +59,7 @@ class Buffer:
     ) -> None:
         """`part_tokens`: the fewest tokens of a part of a batch (0: batches are whole)."""
         self.config = config
-        self._part_tokens = part_tokens
+        self.part_tokens = part_tokens
         self.part_groups = 0
         """Of the batch that forms."""
         self._sent_parts = set[int]()
@@ -102,7 +102,7 @@ class Buffer:
         """Restore the state of a killed run, before any other call; batch `version` is
         next. Returns the groups that no batch can use under changed settings.
         """
-        self.part_groups = part_groups if self._part_tokens else 0
+        self.part_groups = part_groups if self.part_tokens else 0
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}
         late = self.rule.restore_nowait(version, next_group_id, starts, versions)
@@ -308,7 +308,7 @@ class Buffer:
             max(0, version - self.rule.max_staleness),
             mask_older=self.rule.masks,
             part_groups=self.part_groups,
-            next_part_groups=groups_of_part(groups, self._part_tokens),
+            next_part_groups=groups_of_part(groups, self.part_tokens),
         )
 
     # ---- queries

@@ -327,15 +327,17 @@ class Job(TrainingJob):
 
     async def _begin_step(self, run: Components) -> BegunStep | None:
         """Form a batch, make it durable, and send it to the trainer; None: the run stops."""
-        early = self._task(self._send_parts(run), "parts of the next batch")
+        streams = self._streams(run)
+        if streams:
+            early = self._task(self._send_parts(run), "parts of the next batch")
         batch = await self._next_batch(run)
-        early.cancel()
+        if streams:
+            early.cancel()
         if batch is None:
             return None
         version = batch.version
-        if self._streams:
-            for part in run.buffer.unsent_parts(batch):
-                self._send_nowait(run, part)
+        for part in run.buffer.unsent_parts(batch) if streams else ():
+            self._send_nowait(run, part)
         waits = run.buffer.wait_gauges()
         # The step begins only once its batch is durable. If the process dies before, a
         # resume finds the groups in the buffer, and no trace of the step. If it dies
@@ -361,14 +363,13 @@ class Job(TrainingJob):
         answer = self._task(self._train(run, version, body), f"step {version + 1}")
         return BegunStep(batch, waits, answer)
 
-    @property
-    def _streams(self) -> bool:
+    def _streams(self, run: Components) -> bool:
         is_auto = self.lifecycle.config.trainer.stream == "auto"
-        return is_auto and not self.placement.moves
+        return is_auto and run.buffer.part_tokens > 0 and not self.placement.moves
 
     async def _send_parts(self, run: Components) -> None:
         """Send parts of the batch that forms as they become whole, until cancelled."""
-        while self._streams:
+        while True:
             self._send_nowait(run, await run.buffer.wait_part())
 
     def _send_nowait(self, run: Components, part: Batch) -> None:

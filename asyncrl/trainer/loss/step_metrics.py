@@ -125,29 +125,30 @@ class StepMeter:
                 dtype,
             )
         self._idle_s = self._ended_s = math.nan
+        self._whole_at_s = math.inf
         self.start()
 
     def start(self) -> None:
         self._started_s = time.perf_counter()
         self._idle_s = self._started_s - self._ended_s
-        self._paused_s = 0.0
-        self._early_s: float | None = None
+        self._pauses = list[tuple[float, float]]()
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens = 0
         self._flops = 0.0
         self.enter("")
 
     def pause(self) -> None:
-        """Mark that the rank waits for the next part of the batch."""
+        """Mark the end of a part of the batch, after which the rank may wait."""
         self.enter("")
-        self._paused_from_s = time.perf_counter()
-
-    def note_whole(self) -> None:
-        """Mark, in a pause, that the batch is whole."""
-        self._early_s = self._paused_from_s - self._started_s - self._paused_s
+        now_s = time.perf_counter()
+        self._pauses.append((now_s, now_s))
 
     def resume(self) -> None:
-        self._paused_s += time.perf_counter() - self._paused_from_s
+        self._pauses[-1] = (self._pauses[-1][0], time.perf_counter())
+
+    def note_whole(self) -> None:
+        """Mark that the batch is whole, from any thread."""
+        self._whole_at_s = time.perf_counter()
 
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; return the phase that it ends."""
@@ -183,16 +184,20 @@ class StepMeter:
         own = [self._num_tokens, self._flops, _peak_host_bytes(), peak_bytes]
         parts = self._ranks.gather(own)
         num_tokens, flops, host_bytes, device_bytes = zip(*parts, strict=True)
-        train_s = time.perf_counter() - self._started_s - self._paused_s
+        now_s = time.perf_counter()
+        paused_s = self._paused_s(now_s)
+        train_s = now_s - self._started_s - paused_s
         device_s = train_s * self._ranks.size
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
         if self._compilations is not None:
             metrics["perf/compile_s"] = self._compile_s(self._compilations())
         metrics["perf/train_s"] = train_s
-        if self._early_s is not None:
-            metrics["perf/early_s"] = self._early_s
+        if self._pauses:
+            whole_s = max(self._started_s, min(now_s, self._whole_at_s))
+            early_s = whole_s - self._started_s - self._paused_s(whole_s)
+            metrics["perf/early_s"] = early_s
         if math.isfinite(self._idle_s):
-            metrics["perf/idle_s"] = self._idle_s + self._paused_s
+            metrics["perf/idle_s"] = self._idle_s + paused_s
         metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s
         if self._cuda is not None:
             metrics["perf/device_memory_bytes"] = float(max(device_bytes))
@@ -202,9 +207,15 @@ class StepMeter:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
         return metrics
 
+    def _paused_s(self, until_s: float) -> float:
+        return sum(
+            max(0.0, min(end_s, until_s) - start_s) for start_s, end_s in self._pauses
+        )
+
     def end(self) -> None:
         """Mark the end of a version, after its record."""
         self._ended_s = time.perf_counter()
+        self._whole_at_s = math.inf
 
     def _compile_s(self, compilations: Sequence[CompilationMetrics]) -> float:
         """Return the seconds of compilations since the previous call; after the first

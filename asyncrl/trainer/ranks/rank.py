@@ -97,11 +97,11 @@ class TrainerRank(TrainedModel):
         self.policy.balance = balance if balance.weight > 0 else None
         self._optimizer = make_optimizer(self.masters, spec.trainer)
         self._trained = Trained(self.masters, self._optimizer)
-        self._meter = self._make_meter()
+        self.meter = self._make_meter()
         models = {POLICY: self._trained}
         self.critic = None
         if spec.critic is not None:
-            self.critic = Critic(spec, ranks, self._meter)
+            self.critic = Critic(spec, ranks, self.meter)
             models[CRITIC] = self.critic.trained
         self._state = TrainerState(models, ranks, spec, self.device)
         has_critic = spec.critic is not None
@@ -183,7 +183,7 @@ class TrainerRank(TrainedModel):
             raise
         batch.packed = None
         self._parts[key] = batch, step
-        self._meter.pause()
+        self.meter.pause()
 
     def _join_parts(
         self,
@@ -199,11 +199,9 @@ class TrainerRank(TrainedModel):
             # Of groups that are not in the batch after all.
             log.warning("%s: all parts are trained again", _name(header))
             self._drop_parts()
-        if self._parts:
-            self._meter.note_whole()
         for part in parts:
             self.add_part(*part)
-        self._meter.resume()
+        self.meter.resume()
         added = [self._parts[key] for key in keys]
         batch = BatchNumbers.join(header, arrays, [numbers for numbers, _ in added])
         objective.check_any_loss(header, arrays, batch.has_loss)
@@ -265,9 +263,9 @@ class TrainerRank(TrainedModel):
         self._offload.need("train", "weights", "optimizer")
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         if self._parts:
-            self._meter.resume()
+            self.meter.resume()
         else:
-            self._meter.start()
+            self.meter.start()
             self._profiler.enter(self.policy_version + 1)
         has_loss = objective.loss_tokens(header, arrays)
         # Takes the loss of forbidden tokens out of has_loss, in place.
@@ -322,7 +320,7 @@ class TrainerRank(TrainedModel):
         # pass. Without one the next forward would use these, from before the optimizer
         # step.
         reshard(policy)
-        self._meter.enter("")
+        self.meter.enter("")
         return logprobs_N, entropies_N
 
     def _passes(
@@ -331,18 +329,18 @@ class TrainerRank(TrainedModel):
         """Yield this rank's micro-batches (packing.micro_batches) for a pass each, and
         count these.
         """
-        self._meter.enter("pack")
+        self.meter.enter("pack")
         costs = self.policy.costs
         micros = self._packed(batch, chosen)
         if has_backward:
             batch.packed = None  # no later pass reads the same tokens
         for micro, counts in micros:
-            self._meter.enter("forward" if has_backward else "logprobs")
+            self.meter.enter("forward" if has_backward else "logprobs")
             yield micro, counts
             if counts:
                 flops = costs.flops(*micro.size, has_backward=has_backward)
                 num_tokens = micro.layout.num_tokens if has_backward else 0
-                self._meter.count(flops, num_tokens)
+                self.meter.count(flops, num_tokens)
 
     def _packed(
         self, batch: BatchNumbers, chosen: BoolN
@@ -390,7 +388,7 @@ class TrainerRank(TrainedModel):
             # FSDP2 gathers and reduces in both passes, and hangs if a rank leaves one
             # out. A rank without sequences runs a token with a gradient of zero.
             if not counts:
-                self._meter.enter("backward")
+                self.meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
             loss, stats = self._objective.micro_loss(
@@ -402,7 +400,7 @@ class TrainerRank(TrainedModel):
                 balance = scores.balance / num_read
                 loss = loss + self.policy.balance.weight * balance
                 stats["router_aux_loss"] = balance.detach() * int(chosen.sum())
-            self._meter.enter("backward")
+            self.meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(
                 logprob_M=scores.logprob_M.detach(), entry_E=None, balance=None
@@ -411,7 +409,7 @@ class TrainerRank(TrainedModel):
             # micro-batch. gather_scores() and gather_losses() wait once, for all.
             outputs.append((micro, detached))
             losses.append((loss.detach(), stats))
-        self._meter.enter("")
+        self.meter.enter("")
         # Every rank gets the scores and the loss of all ranks, so each takes the same
         # decisions below: skip, refuse, or step.
         logprobs_N, entropies_N = gather_scores(outputs, len(chosen), self.ranks)
@@ -434,7 +432,7 @@ class TrainerRank(TrainedModel):
         # counter has to be saved.
         number = self.policy_version * loop.epochs * loop.mini_batches + index
         self._use_in_step("take an optimizer step", POLICY_GRADIENTS)
-        self._meter.enter("optimizer")
+        self.meter.enter("optimizer")
         grad_norm = self._trained.prepare_step(loop, number, self.ranks)
         needed = {"loss": step.loss, "gradient norm": grad_norm}
         # Both models take a step, or none: their steps have one number.
@@ -443,12 +441,12 @@ class TrainerRank(TrainedModel):
             assert step.value_loss is not None
             needed |= self.critic.clip(number, step.value_loss)
         if all(map(math.isfinite, needed.values())):
-            self._meter.enter("blocked")
+            self.meter.enter("blocked")
             # Only here, after both passes: the export and the copy of a checkpoint have
             # had the whole step to read the old weights. The metric "blocked" counts
             # the rest of their time.
             self.before_change()
-            self._meter.enter("optimizer")
+            self.meter.enter("optimizer")
             if self.critic is not None:
                 self._use_in_step("take the critic's step", *CRITIC_STEP)
                 self.critic.trained.step()
@@ -461,7 +459,7 @@ class TrainerRank(TrainedModel):
             numbers = [f"{name} {value}" for name, value in needed.items()]
             self._skip(batch, " and ".join(numbers))
         self._drop_gradients()
-        self._meter.enter("")
+        self.meter.enter("")
 
     @property
     def _is_warming_up(self) -> bool:
@@ -538,7 +536,7 @@ class TrainerRank(TrainedModel):
         metrics = {
             **version_metrics(batch, steps, self.spec.trainer.epochs),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
-            **self._meter.numbers(),
+            **self.meter.numbers(),
             **self.kernels,
         }
         if self.critic is not None:
@@ -560,7 +558,7 @@ class TrainerRank(TrainedModel):
                     "%s lacks step %d for now: %s", path, self.policy_version, error
                 )
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
-        self._meter.end()
+        self.meter.end()
         return metrics
 
     def _write_record(self) -> None:
@@ -697,10 +695,10 @@ class TrainerRank(TrainedModel):
         parts = dict.fromkeys(one.part for one in used if one.part != "gradients")
         self._offload.need(what, *parts)
         if not self._offload.is_settled(used):
-            phase = self._meter.enter("offload")
+            phase = self.meter.enter("offload")
             self._before_moves()
             self._offload.use(used)
-            self._meter.enter(phase)
+            self.meter.enter(phase)
 
     def _use_in_step(self, what: str, *used: ModelPart) -> None:
         """As _use(), after other ranks or the other model have begun. Raises BrokenStepError."""

@@ -231,6 +231,7 @@ class TrainerService:
     # ---- calls of rank 0, which wait outside the torch thread
 
     async def train(self, content: bytes) -> api.TrainResponse:
+        self.rank.meter.note_whole()
         # Not on the torch thread, which may run the step before.
         batch = await asyncio.to_thread(api.unpack_batch, content)
         return await self._step(content, batch)
