@@ -3,8 +3,9 @@ independently.
 
 python scripts/fuzz.py [--kills 300] [--seed 0] [--dir DIR]
 
-Runs use max_staleness 0 and 3, one and two engines, and colocation. At 0 the result
-must be bit-identical to a run that was never killed. At 3 no prompt may be lost or
+Runs use max_staleness 0 and 3, one and two engines, and colocation. At 0 groups are
+trained as they end, and the result must be bit-identical to a run that was never killed
+and trained the same parts at the end of each batch. At 3 no prompt may be lost or
 trained twice, and the bound must hold. The directory of a run that breaks a promise is
 kept.
 """
@@ -32,6 +33,8 @@ KINDS = (
     (0, 2, "auto"),
 )
 """max_staleness, number of engines, placement of rollouts."""
+PARTS = {"micro_batch_tokens": 32}
+"""Small enough that a batch has several parts."""
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
     whole = folder / "whole"
     if not (whole / "final").is_dir():
         shutil.rmtree(whole, ignore_errors=True)
-        never_killed(fuzz_config(folder), whole)
+        never_killed(fuzz_config(folder, trainer={**PARTS, "stream": "off"}), whole)
     kills: Counter[str] = Counter()
     started_s = time.monotonic()
     kinds = zip(itertools.count(options.seed), itertools.cycle(KINDS), strict=False)
@@ -60,6 +63,7 @@ def main() -> None:
             buffer={"max_staleness": max_staleness},
             rollout={"num_engines": num_engines},
             placement={"rollout": rollout},
+            trainer=PARTS,
         )
         name = f"seed {seed}: max_staleness {max_staleness}, {num_engines} engines, rollouts on {rollout}"
         try:
