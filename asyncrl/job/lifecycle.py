@@ -284,7 +284,7 @@ class Lifecycle:
                 f"internal error {message_of(error)}",
                 way_out=f"report it with the traceback in {self.run_dir / LOG_FILE}.",
             )
-        # Not of `error`: only what was raised has a traceback.
+        # Not `error`, which may be new: only the raised error has a traceback.
         logger.error("ended by %s", error, exc_info=raised)
         with contextlib.suppress(OSError, CallbackError):
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
