@@ -582,6 +582,7 @@ def test_record_of_a_step_has_its_own_numbers_not_those_of_the_next(
     # Ten busy seconds between the ends of the two steps, whenever they are recorded.
     seconds = second["time_s"] - first["time_s"]
     assert second["engine/busy_slots"] == pytest.approx(10 / seconds)
+    assert 0 <= second["perf/cores_fraction"] <= 1
 
 
 def test_unwritable_status_is_a_warning_and_ends_no_run(tmp_path: Path) -> None:

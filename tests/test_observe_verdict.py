@@ -359,6 +359,12 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "10.0% of the tokens, which were masked. Groups dropped as too old and",
         ),
         (
+            "train_s=1 cores_fraction=0.87",
+            [],
+            "training",
+            "The machine's cores were 87% busy: trainer, engines",
+        ),
+        (
             "train_s=1 rollout/given_up=5",
             [],
             "training",
