@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from itertools import pairwise, product
 from typing import Any
 
 import pytest
+from buffer_groups import make_group
 from buffer_simulation import Lognormal, Simulation
 
+from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.config import BufferConfig
+from asyncrl.messages.records import Ticket
+from asyncrl.testing.virtual_time import run_virtual
 
 FREE = 10**6
 MAX_STALENESS, NUM_BATCHES = 8, 100
@@ -79,3 +85,61 @@ def test_auto_is_near_the_best_look_ahead_after_20_steps(
         )
         changes = sum(before != after for before, after in pairwise(tried[20:]))
         assert changes <= 3, f"seed {workload.seed}: {tried} goes to and fro"
+
+
+NUM_GROUPS, GROUP_S = 8, 1.0
+
+
+async def look_aheads(train_s: float, slots: int) -> list[int]:
+    """Return the look-ahead of each step of a real buffer whose next batch is formed
+    while a step runs, as the train loop does. Each group takes a second in a slot.
+    """
+    config = BufferConfig(max_staleness=MAX_STALENESS, look_ahead="auto")
+    buffer = Buffer(config, num_groups=NUM_GROUPS, num_batches=2 * NUM_BATCHES)
+    free = asyncio.Semaphore(slots)
+
+    async def sample(ticket: Ticket) -> None:
+        async with free:
+            await asyncio.sleep(GROUP_S)
+        buffer.finish_nowait(make_group(ticket.group_id, [ticket.start_version]))
+
+    async def produce(group: asyncio.TaskGroup) -> None:
+        while True:
+            await buffer.wait_open()
+            group.create_task(sample(buffer.admit_nowait()), name="sample")
+
+    found = list[int]()
+    async with asyncio.TaskGroup() as group:
+        producing = group.create_task(produce(group), name="produce")
+        forming = group.create_task(buffer.wait_batch(), name="next batch")
+        for version in range(NUM_BATCHES):
+            await forming
+            buffer.begin_step_nowait(version)
+            forming = group.create_task(buffer.wait_batch(), name="next batch")
+            await asyncio.sleep(train_s)
+            if not forming.done():
+                buffer.idle_nowait()
+            buffer.set_served_nowait(version + 1)
+            found.append(buffer.rule.look_ahead)
+        producing.cancel()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("train_s", "slots", "last", "num_trials"),
+    [
+        # The trainer is the bound.
+        (2.0, 64, 2, 0),
+        (1.1, NUM_GROUPS, 2, 0),
+        (0.5, 64, 2, 0),
+        # The engines are: a raise is tried, gains nothing, and is undone.
+        (0.5, NUM_GROUPS, 2, 30),
+        # A group takes four steps, and 0.9 batches are to be ready.
+        (0.25, 64, 5, 50),
+    ],
+)
+def test_auto_climbs_only_for_a_gain_while_batches_form_ahead(
+    train_s: float, slots: int, last: int, num_trials: int
+) -> None:
+    tried = run_virtual(look_aheads(train_s, slots))
+    assert {*tried[num_trials:]} == {last}, tried

@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import errno
 import gc
+import inspect
 import json
 import os
+import pkgutil
 import re
 import resource
 import signal
@@ -26,6 +28,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from job_runs import write_config
 from journal_cases import RUN_ID, admit, make_batch, with_journal
 
@@ -176,6 +179,52 @@ def test_failed_resume_leaves_the_run_as_it_was(
     state = json.loads((tmp_path / "status.json").read_text())["state"]
     assert state == ("failed" if error else "interrupted")
     assert resuming.lifecycle.log.warnings == ["checkpoint step_9 is damaged"]
+
+
+STARTS = ["job.loop.Reporter", "job.loop.build", "job.reporter.Reporter.start"]
+RUNS = [
+    "observe.watchdog.Watchdog.look",
+    "buffer.buffer.Buffer.admit_nowait",
+    "buffer.buffer.Buffer.take_nowait",
+    "journal.journal._add_batch",
+    "job.reporter.Reporter.step",
+    "launch.lease.Lease.hand_to",
+    "sync.push.PushLoop._publish",
+    "job.checkpointer.Checkpointer.make_last",
+    "job.reporter.Reporter.aclose",
+    "rollouts.producers.Producers.aclose",
+]
+"""Parts of the controller: its tasks, its threads, and its end."""
+
+
+@pytest.mark.parametrize(
+    "place", [*STARTS, *(pytest.param(place, marks=pytest.mark.slow) for place in RUNS)]
+)
+def test_the_log_has_the_traceback_of_an_internal_error(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_apart = place == "sync.push.PushLoop._publish"
+    path = write_config(
+        tmp_path,
+        placement={"rollout": "cpu" if is_apart else "trainer"},
+        trainer={"num_steps": 2},
+        observe={"console": "none"},
+    )
+    target = f"asyncrl.{place}"
+    is_async = inspect.iscoroutinefunction(pkgutil.resolve_name(target))
+
+    def has_planted_fault(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    async def fails(*_: object, **__: object) -> None:
+        has_planted_fault()
+
+    monkeypatch.setattr(target, fails if is_async else has_planted_fault)
+    # Everything is done when the producers are closed: their fault does not end the run.
+    with contextlib.suppress(ComponentError, JournalError, AssertionError):
+        asyncrl.run(yaml.safe_load(path.read_text()), run_dir=tmp_path / "run")
+    log = (tmp_path / "run/logs/controller.log").read_text()
+    assert "in has_planted_fault" in log
 
 
 @pytest.mark.parametrize("changed", [{}, {"learning_rate": 0.5}])
@@ -533,6 +582,7 @@ def test_record_of_a_step_has_its_own_numbers_not_those_of_the_next(
     # Ten busy seconds between the ends of the two steps, whenever they are recorded.
     seconds = second["time_s"] - first["time_s"]
     assert second["engine/busy_slots"] == pytest.approx(10 / seconds)
+    assert 0 <= second["perf/cores_fraction"] <= 1
 
 
 def test_unwritable_status_is_a_warning_and_ends_no_run(tmp_path: Path) -> None:

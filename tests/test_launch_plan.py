@@ -57,6 +57,11 @@ def memory(plan: Plan, name: str) -> Memory:
     return next(process.memory for process in plan.processes if process.name == name)
 
 
+def besides(plan: Plan) -> int:
+    names = ("python", "load or save", "batches")
+    return sum(memory(plan, name).total for name in names)
+
+
 def test_model_of_unknown_size_is_not_refused() -> None:
     config = load("model.scratch=none", "model.path=org/name@v1")
     plan = make_plan(config, single_node(machine(0)))
@@ -71,15 +76,43 @@ def test_time_sharing_needs_the_larger_side() -> None:
     )
     trainer, engine = memory(shared, "trainer-0"), memory(shared, "engine-0")
     assert engine.copies == 0, "the next weights replace the current ones"
-    held = (
-        max(trainer.total, engine.total)
-        + memory(shared, "python").total
-        + memory(shared, "load or save").total
-    )
+    held = max(trainer.total, engine.total) + besides(shared)
     assert shared.needed_bytes("cpu") == held
     apart_held = trainer.total + engine.total + memory(apart, "engine-0").copies
-    besides = memory(apart, "python").total + memory(apart, "load or save").total
-    assert apart.needed_bytes("cpu") == apart_held + besides
+    assert apart.needed_bytes("cpu") == apart_held + besides(apart)
+
+
+ROUTED = [
+    "model.scratch.architecture.model_type=qwen3_moe",
+    "model.scratch.architecture.num_experts=8",
+    "model.scratch.architecture.num_experts_per_tok=2",
+    "algorithm.router_replay=true",
+]
+TOP_50 = [*TAUGHT, "algorithm.distill_loss=jsd", "algorithm.distill_top_k=50"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num", "token_bytes"),
+    [
+        ([ZERO], 2, 16),
+        (["buffer.max_staleness=1"], 4, 16),
+        # Rank 1 gets a batch when its step begins.
+        (["buffer.max_staleness=1", "trainer.world_size=2"], 5, 16),
+        # Four layers; two bytes for an expert, eight for an id and its logprob.
+        ([ZERO, *ROUTED], 2, 16 + 4 * 2 * 2),
+        ([ZERO, *TOP_50], 2, 16 + 50 * 8),
+    ],
+)
+def test_host_holds_the_batches_of_controller_and_ranks(
+    overrides: list[str], num: int, token_bytes: int
+) -> None:
+    plan = planned(0, *ON_CPU, *overrides)
+    num_tokens = 8 * 8 * (8 + 48)
+    # Tokens, and the request that contains them.
+    assert memory(plan, "batches").total == 2 * num * num_tokens * token_bytes
+    num_steps = load().trainer.num_steps
+    journal = next(one.memory for one in plan.processes if one.name == "journal")
+    assert journal.total <= num_steps * num_tokens * token_bytes
 
 
 # ---- both sides in the memory of one device

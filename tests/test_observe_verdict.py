@@ -256,6 +256,43 @@ def test_imitation_may_reach_a_low_entropy() -> None:
 
 # ---- how fast was it?
 
+# A batch has 8 rollouts of 10 tokens on average.
+TRAINER_BOUND = ["rollout.simulated.decode_step_s=0.002", "rollout.slots=16"]
+ENGINE_BOUND = ["rollout.simulated.decode_step_s=0.1", "rollout.slots=4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "sleep_us", "bottleneck"),
+    [(TRAINER_BOUND, "10000", "training"), (ENGINE_BOUND, "1", "generation")],
+)
+def test_the_pace_of_a_run_is_set_by_its_slow_side(
+    settings: list[str], sleep_us: str, bottleneck: str, tmp_path: Path
+) -> None:
+    shape = ["trainer.num_groups=2", "rollout.group_size=4", "trainer.num_steps=30"]
+    kind = ["launcher=sleeping", "rollout.engine=simulated"]
+    lengths = ["rollout.simulated.mean_tokens=10", "rollout.simulated.sigma=0.2"]
+    # The sleeping model has no logprobs.
+    plain = ["algorithm.kl_coefficient=0", "observe.trackers=[]"]
+    command = ["run", "configs/quickstart.yaml", *shape, *kind, *lengths, *plain]
+    root = Path(__file__).parents[1]
+    places = f"{root}/benchmarks:{root}:{root}/servers"
+    subprocess.run(
+        [sys.executable, "-m", "asyncrl", *command, *settings, "--run-dir", tmp_path],
+        check=True,
+        cwd=root,
+        env=environment(PYTHONPATH=places, ASYNCRL_SLEEP_US=sleep_us),
+    )
+    lines = [*map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+    verdict = judge(Steps(lines), config(), tmp_path)
+    assert verdict.bottleneck == bottleneck, verdict.shares
+    assert verdict.speed[0].startswith(f"{bottleneck.capitalize()} set the pace")
+    if bottleneck == "training":
+        assert max(line["buffer/look_ahead"] for line in lines) == 2, "as at the start"
+    slept_s = 1e-6 * float(sleep_us) * sum(line["tokens/trained"] for line in lines)
+    assert sum(line["perf/train_s"] for line in lines) >= slept_s
+
+
 JUDGE = [
     "task={files: [a], reward: {judge: {base_url: 'http://x', model: m, prompt: '{completion}'}}}"
 ]
@@ -357,6 +394,12 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             [],
             "training",
             "10.0% of the tokens, which were masked. Groups dropped as too old and",
+        ),
+        (
+            "train_s=1 cores_fraction=0.87",
+            [],
+            "training",
+            "The machine's cores were 87% busy: trainer, engines",
         ),
         (
             "train_s=1 rollout/given_up=5",

@@ -265,7 +265,8 @@ class Lifecycle:
             if stage and stage == self.log.current_activity and not self.can_stop:
                 self.log.activity(stage)
 
-    def _fail(self, error: BaseException) -> AsyncrlError:
+    def _fail(self, raised: BaseException) -> AsyncrlError:
+        error = raised
         if isinstance(error, BaseExceptionGroup):
             error = first_cause(error)
         # The user's disk or permissions. Any other OSError is a bug in asyncrl.
@@ -283,7 +284,8 @@ class Lifecycle:
                 f"internal error {message_of(error)}",
                 way_out=f"report it with the traceback in {self.run_dir / LOG_FILE}.",
             )
-        logger.error("ended by %s", error, exc_info=error)
+        # Not `error`, which may be new: only the raised error has a traceback.
+        logger.error("ended by %s", error, exc_info=raised)
         with contextlib.suppress(OSError, CallbackError):
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
@@ -364,7 +366,7 @@ async def close_within(
             "closing %s took longer than %s s and was given up", name, timeout_s
         )
     elif not closing.cancelled() and (error := closing.exception()) is not None:
-        logger.warning("closing %s failed: %s", name, error)
+        logger.warning("closing %s failed: %s", name, error, exc_info=error)
     if cancelled is not None:
         raise cancelled
 

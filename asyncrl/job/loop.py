@@ -306,7 +306,9 @@ class Job(TrainingJob):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if recording is not None:
-                await recording  # also if the next step has failed
+                # Also if the next step has failed. Not `await recording`: a second await
+                # of a failed future takes the traceback from its error.
+                await asyncio.gather(recording)
 
     @property
     def _is_ahead(self) -> bool:

@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import psutil
+
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
@@ -166,6 +168,7 @@ class Reporter:
         for listener in self._listeners:
             listener.start(run)
         self._recorder.write_status({"state": "starting"})
+        psutil.cpu_percent()  # the first call has no earlier one
         listen_to_spans(self._note_span)
         if not self._is_to_resume:
             self._timeline.open()
@@ -271,6 +274,7 @@ class Reporter:
             seconds = now_s - self._slots_at[0]
             counted["engine/busy_slots"] = (busy_s - self._slots_at[1]) / seconds
         self._slots_at = now_s, busy_s
+        counted["perf/cores_fraction"] = psutil.cpu_percent() / 100  # since last time
         ended = StepEnd(now_s, self._spent_s, counted)
         self._spent_s = defaultdict(float)
         return ended

@@ -622,6 +622,8 @@ class Journal:
             error, sqlite3.IntegrityError
         ):
             return cannot_use(self.path, error)
-        return JournalError(
+        refusal = JournalError(
             f"{self.path} refused an entry: {type(error).__name__}: {error}"
         )
+        refusal.__cause__ = error  # The log shows its traceback.
+        return refusal

@@ -44,6 +44,8 @@ class ModelShape:
     """Keys and values, or the latent, per token and layer."""
     active: int = 0
     """MLP width of a token's active experts."""
+    routed: int = 0
+    """Experts that read a token, in all layers."""
     embeddings: int = 0
     """Parameters of embedding and head."""
     inexact: str = ""
@@ -145,6 +147,7 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         size("kv_lora_rank") + size("qk_rope_head_dim") if size("kv_lora_rank") else 0
     )
     width = active = size("intermediate_size", 4 * hidden)
+    chosen = 0
     inexact = STATES_ROUND if has_states(architecture) else ""
     if has_experts(architecture):
         inexact = EXPERTS_ROUND
@@ -170,6 +173,7 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         at_end=at_end,
         cached=latent or 2 * keys,
         active=active,
+        routed=layers * chosen,
         embeddings=embeddings,
         inexact=inexact,
     )

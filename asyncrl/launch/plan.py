@@ -24,6 +24,7 @@ from asyncrl.engines.kinds import Role, engine_role
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.memory import (
     Memory,
+    batch_bytes,
     disk_sizes,
     graph_bytes,
     item_bytes,
@@ -304,10 +305,19 @@ def _held_besides(
     for server in servers:
         if server.name != "cpu" and config.rollout.engine == "embedded":
             loading[server.node] += whole
+    # Batches, as tokens and as a request. While a step runs, the next batch is with the
+    # controller and rank 0, which sends it to the other ranks only then.
+    is_ahead = placement.engines and config.buffer.max_staleness > 0
+    num_batches = 2 if is_ahead else 1
+    batches = Counter(device.node for device in others)
+    batches.update({0: num_batches})
+    batches.update({first.node: num_batches})
     facts = config.weight_sync.facts
     is_file = not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
     held = [(DISK, "weights", (2 if config.model.scratch else 1) * whole)]
-    held += [(DISK, name, size) for name, size in disk_sizes(config, saved).items()]
+    held += [
+        (DISK, name, size) for name, size in disk_sizes(config, shape, saved).items()
+    ]
     if placement.engines and not placement.is_colocated and is_file:
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
             saving[node] += EXPORT_FILES * whole
@@ -316,6 +326,7 @@ def _held_besides(
         host = placement.label(NodeDevice(node, "cpu"))
         held.append((host, "python", num * OWN_BYTES))
         held.append((host, "load or save", max(loading[node], saving[node])))
+        held.append((host, "batches", 2 * batches[node] * batch_bytes(config, shape)))
     for where, name, size in held:
         yield ProcessPlan(name, "host", where, 0, Memory(copies=size))
 

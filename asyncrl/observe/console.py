@@ -29,6 +29,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from asyncrl.base.errors import AsyncrlError
 from asyncrl.base.host import LOG_FORMAT
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.run_dir import LOG_FILE
@@ -399,7 +400,9 @@ class _LogFile(logging.FileHandler):
 
 @contextlib.contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
-    """Write the log of the run to logs/controller.log."""
+    """Write the log of the run to logs/controller.log, also an internal error that ends it
+    outside of its lifecycle.
+    """
     handler = _LogFile(folder / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger("asyncrl")
@@ -410,6 +413,11 @@ def logging_to(folder: Path) -> Iterator[None]:
     root.propagate = False
     try:
         yield
+    except AsyncrlError:
+        raise  # The lifecycle has logged it, or it is a refusal.
+    except Exception:
+        root.exception("ended by an internal error")
+        raise
     finally:
         root.removeHandler(handler)
         with contextlib.suppress(OSError):

@@ -22,6 +22,10 @@ SECOND_SHARE = 0.25
 """The second largest share of the time is named from here on."""
 FULL = 0.75
 """Usual use from which slots, rollouts, workers or a reward pool count as exhausted."""
+BUSY_CORES = 0.8
+"""Share of the cores from which their use is named. The quickstart alone uses 0.83 to 0.88
+of two cores, and with a trainer that takes no CPU 0.75.
+"""
 BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
 POSTED = "Rewards that programs post"
@@ -79,6 +83,7 @@ class Pace:
                     yield self._share_text(name, how)
                     yield from self._cures(name) if has_cures else ()
                 how = "took"
+            yield from self._cores()
         yield from self._losses()
 
     def _share_text(self, name: str, how: str) -> str:
@@ -108,6 +113,12 @@ class Pace:
                 by = task.scored_by.title.capitalize()
             totals[by] += self.steps.newest(f"perf/scoring_s{name and f'/{name}'}")
         return max(totals, key=totals.__getitem__)
+
+    def _cores(self) -> Iterator[str]:
+        busy = self._usual("perf/cores_fraction")
+        if busy >= BUSY_CORES:
+            text = f"The machine's cores were {busy:.0%} busy"
+            yield f"{text}: trainer, engines and controller compete for them."
 
     # ---- cures
 
