@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +85,54 @@ def test_sampled_rows_arrive_unchanged(
         assert (
             expected.behaviour_logprobs.tobytes() == found.behaviour_logprobs.tobytes()
         )
+
+
+def test_requests_arrive_unchanged_and_send_common_values_once() -> None:
+    prompt, kinds = (5, 6), 3
+    settings: list[dict[str, Any]] = [
+        {},
+        {"grammar": "root ::= x", "stop": ("END",), "temperature": 0.5},
+        {"logit_bias": {7: -1.5, 3: 2}, "thinking": ("", "</t>"), "top_logprobs": 2},
+    ]
+    asked = [
+        codec.Asked(
+            place,
+            SamplingRequest(
+                f"r{place}", prompt, 9 - place, seed=place, **settings[place % kinds]
+            ),
+            place == 1,
+        )
+        for place in range(6)
+    ]
+    frame = codec.read_frame(codec.submit_frame(asked))
+    read = [
+        one._replace(request=replace(one.request, prompt_ids=prompt))
+        for one in codec.read_submit(frame)
+    ]
+    assert read == asked
+    assert len(frame.text[1]) == kinds
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+def test_spans_between_two_places_cover_each_token_once(
+    firsts: list[int], start: int, size: int
+) -> None:
+    marks = [(first, version) for version, first in enumerate(sorted(firsts))]
+    found = codec.spans_between(marks, start, start + size)
+    expected = {
+        place - start: max(version for first, version in marks if first <= place)
+        for place in range(max(start, marks[0][0]), start + size)
+    }
+    covered = [place for span in found for place in range(span.start, span.end)]
+    assert covered == [*expected]
+    for span in found:
+        assert {expected[place] for place in range(span.start, span.end)} == {
+            span.version
+        }
 
 
 @virtual

@@ -52,6 +52,22 @@ async def test_ticket_is_requested_only_for_free_slots() -> None:
 
 
 @virtual
+async def test_groups_of_a_turn_are_admitted_before_the_first_request() -> None:
+    num_admitted = set[int]()
+
+    def note(request: SamplingRequest) -> float:
+        num_admitted.add(len(world.sink.admitted))
+        return 1.0
+
+    engine = FakeEngine(latency_s=note)
+    async with World(
+        engine=engine, num_tickets=20, group_size=16, capacity=1000
+    ) as world:
+        await asyncio.sleep(0.5)
+    assert num_admitted == {8, 16, 20}, "turns of 128 rollouts"
+
+
+@virtual
 async def test_group_with_its_rewards_waits_for_teachers() -> None:
     seen = list[list[str]]()
 

@@ -329,7 +329,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
 def _row(record: Credit | PolicyCall) -> list[object]:
     """Return the values of the fields, in order."""
     # astuple() copies each value, which was a fifth of the journal's time.
-    return [getattr(record, name) for name in type(record).__slots__]
+    return [getattr(record, name) for name in record.__slots__]
 
 
 def decode_trajectory(
@@ -375,17 +375,20 @@ def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
 def _encode(
     place: tuple[int, int, int], tokens: Tokens, head: Mapping[str, object]
 ) -> bytes:
-    tokens = tokens.kept(in_journal)
-    planes = {}
-    for name, array in tokens.arrays().items():
+    arrays = tokens.kept(in_journal).arrays()
+    is_short = sum(array.nbytes for array in arrays.values()) <= _SHORT
+    for name, array in arrays.items():
         assert array.dtype == dtype_of(name), f"{name} of {array.dtype}"
-        # The high bytes of neighbours are alike, so bytes of one rank compress better
-        # together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00 00 00 00.
-        planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
+        if not is_short:
+            # The high bytes of neighbours are alike, so bytes of one rank compress
+            # better together. int32 ids 5, 7: 05 00 00 00 07 00 00 00 -> 05 07 00 00 00
+            # 00 00 00.
+            planes = array.view(np.uint8).reshape(-1, array.itemsize).T
+            arrays[name] = planes.reshape(-1)
     spans = [astuple(span) for span in tokens.calls]
     text = {"place": [*map(int, place)], "spans": spans}
     assert not text.keys() & head.keys(), "a name of `head` would replace another value"
-    whole = write_frame("tokens", planes, {**text, **head})
+    whole = write_frame("tokens", arrays, {**text, **head})
     if len(whole) > _SHORT:
         return zlib.compress(whole, _LEVEL)
     # The bytes of compress(whole, 0), which takes 50 us for its 268 KB of state.
@@ -400,12 +403,12 @@ def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str,
         # SQLite's page checks do not find a blob that was stored in another row.
         if head.pop("place") != [*place]:
             raise ValueError("they are of another rollout")
-        arrays = {}
-        for name, planes in frame.arrays.items():
+        arrays = dict(frame.arrays)
+        for name, array in frame.arrays.items():
             dtype = dtype_of(name)
-            arrays[name] = (
-                planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
-            )
+            if array.dtype == np.uint8:
+                planes = array.reshape(dtype.itemsize, -1)
+                arrays[name] = planes.T.copy().view(dtype).reshape(-1)
         spans = starmap(CallSpan, head.pop("spans"))
         return Tokens.from_arrays(arrays, spans), head
     except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -136,59 +136,62 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
     return int(status), ErrorBody.model_validate(body)
 
 
-_PLAIN = [
-    *SAMPLING_PARAMETERS,
-    *"request_id max_tokens num_resumed stop seed thinking top_logprobs".split(),
+_OWN = "request_id max_tokens num_resumed seed".split()
+_COMMON = [
+    *(name for name in SAMPLING_PARAMETERS if name != "logit_bias"),
+    *"stop thinking top_logprobs grammar".split(),
 ]
-_plain = attrgetter(*_PLAIN)
+"""Values that most requests of a frame have in common, and a logit_bias."""
+_own, _common = attrgetter(*_OWN), attrgetter(*_COMMON)
 
 
 def submit_frame(asked: Sequence[Asked]) -> bytes:
-    """Encode requests, shared prompt objects and grammars once."""
+    """Encode requests; shared prompt objects and common values once."""
     # By identity: the rollouts of a group share one object, and comparing the ids of
     # long prompts would cost more than it saves. `asked` keeps the objects alive, so no
     # id is used twice.
     prompts = {id(one.request.prompt_ids): one.request.prompt_ids for one in asked}
     place = {key: index for index, key in enumerate(prompts)}
     # A grammar has up to 256 KiB, and all calls of an agent's tool share one.
-    grammars = [*dict.fromkeys(one.request.grammar for one in asked)]
-    rows = [
-        (
-            number,
-            is_streamed,
-            place[id(request.prompt_ids)],
-            grammars.index(request.grammar),
-            _plain(request),
-        )
-        for number, request, is_streamed in asked
-    ]
+    kinds = dict[tuple[Any, ...], int]()
+    rows = []
+    for number, request, is_streamed in asked:
+        common = tuple(request.logit_bias.items()), *_common(request)
+        kind = kinds.setdefault(common, len(kinds))
+        prompt = place[id(request.prompt_ids)]
+        rows.append((number, is_streamed, prompt, kind, *_own(request)))
     arrays = {
         "prompts": np.concatenate(
             [np.asarray(prompt, np.int64) for prompt in prompts.values()]
         ),
         "prompt_sizes": np.array([len(prompt) for prompt in prompts.values()]),
     }
-    return write_frame("submit", arrays, [rows, grammars])
+    return write_frame("submit", arrays, [rows, [*kinds]])
 
 
 def read_submit(frame: Frame) -> list[Asked]:
     """Decode requests; equal prompts share one array."""
-    rows, grammars = frame.text
+    rows, kinds = frame.text
+    of_kinds = [_read_common(kind) for kind in kinds]
     ids, sizes = frame.arrays["prompts"], frame.arrays["prompt_sizes"].tolist()
     prompts = [ids[start:end] for start, end in bounds_of(sizes, len(ids))]
     asked = []
-    for number, is_streamed, prompt, grammar, plain in rows:
-        values = dict(zip(_PLAIN, plain, strict=True))
-        # JSON has made lists of them.
-        values["stop"] = tuple(values["stop"])
-        bias = values["logit_bias"]
-        values["logit_bias"] = {int(token_id): bias[token_id] for token_id in bias}
-        values["thinking"] = values["thinking"] and tuple(values["thinking"])
+    for number, is_streamed, prompt, kind, *own in rows:
+        values = dict(zip(_OWN, own, strict=True))
         request = SamplingRequest(
-            prompt_ids=prompts[prompt], grammar=grammars[grammar], **values
+            prompt_ids=prompts[prompt], **values, **of_kinds[kind]
         )
         asked.append(Asked(number, request, is_streamed))
     return asked
+
+
+def _read_common(kind: Sequence[Any]) -> dict[str, Any]:
+    bias, *common = kind
+    values = dict(zip(_COMMON, common, strict=True))
+    # JSON has made lists of them.
+    values["stop"] = tuple(values["stop"])
+    values["thinking"] = values["thinking"] and tuple(values["thinking"])
+    return {**values, "logit_bias": dict(bias)}
 
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
@@ -222,13 +225,16 @@ def spans_between(
         [(0, 1, 3), (1, 4, 4)]
     """
     spans = list[VersionSpan]()
-    # Each mark holds until the next one.
-    ends = [*(first for first, _ in marks[1:]), end]
-    for (first, version), last in zip(marks, ends, strict=False):
-        span = VersionSpan(max(first, start) - start, min(last, end) - start, version)
-        if span.start < span.end:
-            spans.append(span)
-    return tuple(spans)
+    last = end
+    # From the newest mark on: each one holds until the next.
+    for first, version in reversed(marks):
+        begin = max(first, start)
+        if begin < last:
+            spans.append(VersionSpan(begin - start, last - start, version))
+        last = min(first, last)
+        if last <= start:
+            break
+    return tuple(reversed(spans))
 
 
 def request_fault(

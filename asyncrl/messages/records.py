@@ -39,7 +39,9 @@ Finished = Literal["ready", "filtered", "requeued"]
 """ready; replaced by buffer.filter; or dropped or too old, and requeued."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, and never changed: a frozen request takes four times as long to make, once
+# in the controller and once in the engine.
+@dataclass(unsafe_hash=True, slots=True, kw_only=True)
 class Adjustment:
     """Changes of the logits of a call, before temperature and cuts, in vLLM's order:
     add the bias; divide (above 0) or multiply (below 0) by the repetition penalty if

@@ -30,7 +30,7 @@ class Decode(Protocol):
     ) -> str: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(unsafe_hash=True, slots=True, kw_only=True)
 class SamplingParameters(Adjustment):
     """The distribution of each token: after the adjustment and `temperature` (0:
     greedy), `min_p`, `top_k` and `top_p` cut it in this order, as in vLLM. The link,
@@ -89,7 +89,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)
 class SamplingRequest(SamplingParameters):
     """Sample at most `max_tokens` tokens after the prompt ids, int [P].
 

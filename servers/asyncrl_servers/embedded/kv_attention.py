@@ -26,6 +26,7 @@ from asyncrl.models.attention_kinds import (
     by_position,
     kind_of,
 )
+from asyncrl.models.devices import to_device
 from asyncrl.weights.export import routers_of
 from asyncrl_servers.embedded.fixed_memory import FixedMemory
 from asyncrl_servers.embedded.slot_states import Cut, SlotStates, running
@@ -177,10 +178,15 @@ class SlotCache:
         targets, sources = [*origin], [*origin.values()]
         # Positions after a row's own length are masked until they are written.
         longest = max(length for _, _, length in copies)
-        for one in (*self.keys, *self.values):
-            one[targets, :, :longest] = one[sources, :, :longest]
+        device = self.routing.device
+        both = to_device(np.array([targets, sources]), device)
+        cached = [one[:, :, :longest] for one in (*self.keys, *self.values)]
+        if self.routing.shape[2]:
+            cached.append(self.routing[:, :longest])
+        for one in cached:
+            # Half the time of an assignment to one[targets] on a CPU.
+            one.index_copy_(0, both[0], one.index_select(0, both[1]))
         self.states.copy(sources, targets)
-        self.routing[targets, :longest] = self.routing[sources, :longest]
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Move tokens at the next settle(). The source's are undefined then."""

@@ -281,8 +281,15 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
         >>> lengths = np.array([90] * 8 + [60] * 4 + [50] * 4 + [20, 10])
         >>> moves_after_removal(0, lengths)
         [(8, 0), (16, 8), (17, 16)]
+
+    Of rows that read the same number of positions, the last one fills the gap.
+        >>> moves_after_removal(0, np.array([20] * 11 + [3]))
+        [(11, 0)]
     """
     moves, gap, last = [], row, len(lengths) - 1
+    # Most often in short texts: one move, and less to compute.
+    if lengths[row:].max() <= -(-lengths[last] // LENGTH_STEP) * LENGTH_STEP:
+        return [(last, row)] if row < last else []
     starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
     longest = (
         np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist()
