@@ -147,6 +147,17 @@ def test_bits_do_not_depend_on_the_order_of_parts(
     assert len([line for line in records if "restored" not in line]) == 2 * len(orders)
 
 
+@pytest.mark.gpu
+def test_order_of_parts_changes_no_bit_on_cuda(make_step: MakeStep) -> None:
+    values: dict[str, Any] = {"device": "cuda", "trainer": {"deterministic": True}}
+    digests = []
+    for order in ((), (3, 1, 2, 0), (2,)):
+        step = make_step(**values)
+        train_in_order(step, order)
+        digests.append(step.weights_digest())
+    assert digests[0] == digests[1] == digests[2]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_sum_of_parts_is_the_gradient_of_the_batch(
     make_step: MakeStep, name: str
