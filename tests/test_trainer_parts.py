@@ -18,7 +18,16 @@ import torch
 from rank_processes import running
 from safetensors.torch import load_file
 from tiny_model import make_tiny_moe
-from trainer_cases import MakeStep, changed, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import (
+    MakeStep,
+    batch_of,
+    changed,
+    learned,
+    make_batch,
+    make_spec,
+    mesh_of_one,
+    random_groups,
+)
 
 from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, RECIPES
 from asyncrl.base.http import Refused
@@ -145,6 +154,29 @@ def test_bits_do_not_depend_on_the_order_of_parts(
     assert all(one == found[0] for one in found)
     records = Path(step.spec.record_path).read_text().splitlines()
     assert len([line for line in records if "restored" not in line]) == 2 * len(orders)
+
+
+def test_prefix_trees_stay_whole_in_any_order(make_step: MakeStep) -> None:
+    """Groups share a prompt, which a part computes once."""
+    header, arrays = batch_of(
+        random_groups([[3, 9, 4], [12, 2], [7, 7, 1], [5], [8, 6]])
+    )
+    entries = [
+        entry.model_copy(update={"reward": float(entry.sample_index % 2)})
+        for entry in header.trajectories
+    ]
+    update = {"trajectories": entries, "part_groups": 2}
+    header = header.model_copy(update=update)
+    parts = cut_parts(header, arrays)
+    digests = []
+    for order in itertools.permutations(range(len(parts))):
+        step = make_step()
+        for number in order:
+            step.add_part(*parts[number])
+        step.train(header, arrays)
+        digests.append(all_digests(step))
+    assert len(digests) == 6
+    assert all(one == digests[0] for one in digests)
 
 
 @pytest.mark.gpu
