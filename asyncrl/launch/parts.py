@@ -34,8 +34,8 @@ def why_whole(config: RunConfig, placement: Placement) -> str:
         return "there are no rollouts"
     if config.buffer.max_staleness > 0:
         return "buffer.max_staleness is above 0, so that whole batches are sent ahead"
-    # On a CPU they take no memory from each other: the bits stay those of separate
-    # devices.
+    # Not on a CPU, where both sides share the memory anyway: the run keeps the bits of a
+    # run on separate devices.
     if placement.moves and placement.is_on_cuda:
         return MOVES
     if trainer.mini_batches * trainer.epochs > 1:
