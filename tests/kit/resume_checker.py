@@ -162,7 +162,7 @@ def violations(
     found = [*evidence.faults, *record.faults]
     found += [*_lost_prompts(evidence, promise), *_batches(evidence, promise)]
     found += [*_replays(record), *_trained_once(record), *_staleness(record, promise)]
-    found += _both_agree(evidence, record)
+    found += _both_agree(evidence, record, promise.max_staleness)
     if num_steps is not None:
         for name, versions in (
             ("journal", sorted(evidence.batches)),
@@ -288,12 +288,16 @@ def _staleness(record: Record, promise: Promise) -> Iterator[str]:
                 yield f"{name} has {entry['num_loss_tokens']} loss tokens, its spans {num}"
 
 
-def _both_agree(evidence: Evidence, record: Record) -> Iterator[str]:
-    """Check that the journal's batches were trained: groups, order, tokens, rewards; at
-    most the newest batch is not trained yet, or, in a replay that was killed, more.
+def _both_agree(
+    evidence: Evidence, record: Record, max_staleness: int
+) -> Iterator[str]:
+    """Check that the journal's batches were trained: groups, order, tokens, rewards. The
+    newest batch may not be trained yet, and off policy the batch that was sent ahead; in
+    a replay that was killed, more.
     """
     num_behind = len(evidence.batches) - len(record.lines)
-    if num_behind < 0 or num_behind > 1 and not record.superseded:
+    most_behind = 1 if max_staleness == 0 else 2
+    if num_behind < 0 or num_behind > most_behind and not record.superseded:
         yield f"{len(evidence.batches)} batches were taken, {len(record.lines)} trained"
     for version, line in record.lines.items():
         trained: dict[
