@@ -6,11 +6,12 @@ import os
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 from needed_extensions import missing_of
+from xdist.scheduler import LoadGroupScheduling
 
 if TYPE_CHECKING:
     from trainer_cases import MakeStep
@@ -121,6 +122,21 @@ def pytest_collection_modifyitems(
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+class ByFile(LoadGroupScheduling):  # type: ignore[misc]
+    """Gives a worker all tests of a group, and of a file: they share imports, fixtures and
+    caches. Single tests in turn made each worker pay for all of them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return str(super()._split_scope(nodeid)).partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    """Change `--dist loadgroup`."""
+    is_grouped = config.getoption("dist") == "loadgroup"
+    return ByFile(config, log) if is_grouped else None
 
 
 @pytest.hookimpl(wrapper=True)

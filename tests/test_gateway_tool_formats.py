@@ -76,9 +76,7 @@ def found(name: str) -> ToolFormat:
 
 
 WRITING = [
-    name
-    for name in TEMPLATES
-    if not name.endswith("_training") and name != "lfm2" and not found(name).refusal
+    name for name in TEMPLATES if not name.endswith("_training") and name != "lfm2"
 ]
 
 
@@ -154,6 +152,8 @@ UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
 def test_calls_that_a_template_writes_are_read_back(
     name: str, renderer_for: Renderers
 ) -> None:
+    if found(name).refusal:
+        return
     for case, calls in CASES.items():
         if (len(calls) > 1 and name in ONE_CALL) or (
             case == "quotes" and name in UNESCAPED

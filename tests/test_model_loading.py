@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -272,6 +271,8 @@ def test_text_part_is_trained_under_the_names_of_its_folder(
 def test_adapters_of_a_text_part_have_its_folders_names(
     tmp_path: Path, kind: str
 ) -> None:
+    import peft  # costs seconds
+
     folder, lora = tmp_path / "model", {"lora": {"rank": 2, "alpha": 16.0}}
     whole = make_larger(folder, kind)
     stored = load_file(folder / "model.safetensors")
