@@ -488,6 +488,7 @@ def without(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated
 def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
     name, folder = without
 
