@@ -97,6 +97,7 @@ async def test_an_answer_that_makes_a_library_raise_earns_0_and_is_counted(
     assert (raising, other[1]) == ((0, 1), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_an_answer_that_math_verify_never_finishes_fails_its_rollout(
     tmp_path: Path,
