@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer.main
 from hypothesis import settings
 from needed_extensions import missing_of
 from xdist.scheduler import LoadGroupScheduling
@@ -29,6 +31,9 @@ os.environ |= {
 }
 # scikit-learn
 os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+
+# The commands are built once, not for each command line of a test: 50 ms.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 settings.register_profile("on a machine of any speed", deadline=None)
 # In CI the same examples each time, so a failure comes from the change, not from
