@@ -236,7 +236,7 @@ def after(engine: Engine, asked: Future[Any]) -> Any:
     return asked.result(timeout=0)
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fused_steps_sleep_and_wake_to_other_weights(
     folder: Path, other_folder: Path, tmp_path: Path, stays: bool
 ) -> None:
@@ -259,7 +259,7 @@ def test_fused_steps_sleep_and_wake_to_other_weights(
     )
 
 
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("moves", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fused_steps_use_adapters_over_the_initial_weights(
     folder: Path, tmp_path: Path, moves: bool
 ) -> None:

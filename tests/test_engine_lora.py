@@ -31,7 +31,11 @@ def sampled(engine: Engine) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize(
     ("dtype", "keeps_place"),
-    [("float32", False), ("bfloat16", False), ("float32", True)],
+    [
+        ("float32", False),
+        pytest.param("bfloat16", False, marks=pytest.mark.slow),
+        ("float32", True),
+    ],
 )
 def test_adapters_give_what_merged_weights_give_bit_by_bit(
     folder: Path, tmp_path: Path, dtype: str, keeps_place: bool

@@ -280,7 +280,11 @@ def values(rollout: Rollout) -> Iterator[Any]:
         )
 
 
-@pytest.mark.parametrize("habit", ["plain", "strips", "shouts", "refuses"])
+@pytest.mark.parametrize(
+    "habit",
+    ["plain", "strips"]
+    + [pytest.param(one, marks=pytest.mark.slow) for one in ("shouts", "refuses")],
+)
 @settings(deadline=None, max_examples=120)
 @given(story=STORY, orders=st.tuples(ORDER, ORDER))
 def test_each_token_is_trained_once_after_its_prompt_in_any_order(

@@ -57,7 +57,15 @@ def test_each_row_names_a_function_and_each_part_has_rows() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "losses", "head", "weights", "lora", "0.6B-16k", "deterministic"],
+    [
+        "attention",
+        "losses",
+        "head",
+        "weights",
+        "lora",
+        "0.6B-16k",
+        pytest.param("deterministic", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_run_on_a_cpu(
     bench: Bench, name: str, capsys: pytest.CaptureFixture[str]

@@ -91,6 +91,7 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
     assert compile_s[1:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_compilation_after_the_first_step_warns_of_its_cause(
     compiler: CompileCounterWithBackend,
     monkeypatch: pytest.MonkeyPatch,

@@ -324,7 +324,9 @@ def test_adapters_leave_the_critic_all_its_weights(make_step: MakeStep) -> None:
 # ---- state
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_loaded_critic_continues_to_the_same_bits(
     make_step: MakeStep, tmp_path: Path, dtype: str
 ) -> None:
@@ -416,7 +418,9 @@ def test_two_ranks_train_the_critic_of_one(
             group.post("/load_state", path, TrainerHealth)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_shards_of_one_rank_give_the_same_critic(
     tiny_model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:

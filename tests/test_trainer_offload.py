@@ -144,6 +144,7 @@ def test_models_that_share_by_time_take_the_same_steps(
     assert seen == {model: {model in leaving} for model in models}
 
 
+@pytest.mark.slow
 def test_shards_that_share_by_time_take_the_same_steps(
     paged_model_dir: Path, tmp_path: Path
 ) -> None:
