@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from buffer_simulation import Lognormal, Simulation
+from costly_cases import slow
 
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
@@ -53,7 +54,7 @@ def simulate(
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("sigma", [pytest.param(0.5, marks=pytest.mark.slow), 1.5])
+@pytest.mark.parametrize("sigma", [slow(0.5), 1.5])
 def test_auto_is_near_the_best_look_ahead_after_20_steps(
     name: str, sigma: float
 ) -> None:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from costly_cases import slow
 from job_runs import CONFIG
 from tiny_model import SHAPE
 
@@ -167,7 +168,7 @@ def bad_inputs(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}", {**CONFIG, "model": {"path": str(path)}}
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("every", [slow(1), 4])
 def test_check_answers_200_bad_inputs_without_a_traceback(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from costly_cases import slow
 from engine_cases import Q_PROJ, adapters, lora_request, merged
 from engine_in_process import (
     answered,
@@ -33,7 +34,7 @@ def sampled(engine: Engine) -> tuple[list[int], list[float]]:
     ("dtype", "keeps_place"),
     [
         ("float32", False),
-        pytest.param("bfloat16", False, marks=pytest.mark.slow),
+        slow("bfloat16", False),
         ("float32", True),
     ],
 )

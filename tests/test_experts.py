@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from costly_cases import slow
 from engine_in_process import (
     answered,
     make_request,
@@ -237,9 +238,9 @@ class SteppedServer:
     ("interrupt", "is_streamed"),
     [
         ("abort", True),
-        pytest.param("keep", False, marks=pytest.mark.slow),
+        slow("keep", False),
         ("keep_kv", False),
-        pytest.param("keep_kv", True, marks=pytest.mark.slow),
+        slow("keep_kv", True),
     ],
 )
 @in_loop

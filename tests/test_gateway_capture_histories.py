@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from costly_cases import slow
 from gateway_capture_cases import (
     END,
     CharRenderer,
@@ -282,8 +283,7 @@ def values(rollout: Rollout) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "habit",
-    ["plain", "strips"]
-    + [pytest.param(one, marks=pytest.mark.slow) for one in ("shouts", "refuses")],
+    ["plain", "strips"] + [slow(one) for one in ("shouts", "refuses")],
 )
 @settings(deadline=None, max_examples=120)
 @given(story=STORY, orders=st.tuples(ORDER, ORDER))

@@ -15,6 +15,7 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
+from costly_cases import slow
 from gpu import jobs
 from gpu.colocated import config_text
 from gpu.jobs import (
@@ -64,7 +65,7 @@ def test_each_row_names_a_function_and_each_part_has_rows() -> None:
         "weights",
         "lora",
         "0.6B-16k",
-        pytest.param("deterministic", marks=pytest.mark.slow),
+        slow("deterministic"),
     ],
 )
 def test_rows_run_on_a_cpu(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from costly_cases import slow
 from engine_in_process import make_spec as engine_spec
 from engine_in_process import publish, running_engine
 from job_runs import write_config
@@ -226,10 +227,7 @@ def make_larger(folder: Path, kind: str) -> Any:
     return model
 
 
-SLOW = [
-    pytest.param(kind, marks=pytest.mark.slow)
-    for kind in ("gemma3", "mistral3", "gemma4", "llama4")
-]
+SLOW = [slow(kind) for kind in ("gemma3", "mistral3", "gemma4", "llama4")]
 """Kinds of models, each with its own names; the last two take the longest to make."""
 
 

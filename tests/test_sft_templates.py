@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from costly_cases import every_third_is_quick
 from template_oracle import (
     TOOLS,
     Chat,
@@ -89,18 +90,9 @@ def check_learned(
         assert sum(token in oracle.end_ids for token in said) == bool(oracle.last)
 
 
-CASES = [
-    pytest.param(
-        base,
-        name,
-        marks=[] if number % 3 == 0 else [pytest.mark.slow, pytest.mark.rotated],
-    )
-    for number, (base, name) in enumerate(itertools.product(REFUSED, TEMPLATES))
-]
-"""A third is quick; CI rotates the others."""
-
-
-@pytest.mark.parametrize(("base", "name"), CASES)
+@pytest.mark.parametrize(
+    ("base", "name"), every_third_is_quick(itertools.product(REFUSED, TEMPLATES))
+)
 def test_answer_is_learned_whole_with_one_end(
     base: str, name: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from costly_cases import slow
 from tiny_model import make_tiny_model
 from torch import Tensor, nn
 from trainer_cases import (
@@ -118,9 +119,7 @@ def train_once(step: TrainerRank, version: int) -> dict[str, float]:
     return step.train(*make_batch(version=version, seed=version))
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize("leaving", ALWAYS)
 def test_models_that_share_by_time_take_the_same_steps(
     make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
