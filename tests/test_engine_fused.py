@@ -215,7 +215,8 @@ def test_replayed_fused_steps_read_changed_inputs(
     assert 4 == recorded.num_captured < recorded.num_replayed
 
 
-@pytest.mark.parametrize("moves", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("moves", [False, True])
 def test_one_compilation_serves_all_layers_and_numbers_of_rows(
     folder: Path, moves: bool
 ) -> None:

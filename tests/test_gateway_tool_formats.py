@@ -149,7 +149,7 @@ UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
 """They write text unchanged, but their models write Python."""
 
 
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("name", every_third_is_quick(zip(WRITING, strict=True)))
 def test_calls_that_a_template_writes_are_read_back(
     name: str, renderer_for: Renderers
 ) -> None:
@@ -228,7 +228,7 @@ QUOTES = MOST_TRIALS // 2
 
 
 @pytest.mark.parametrize("splits_thought", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_third_is_quick(zip(NAMES, strict=True)))
 def test_calls_count_only_at_the_end_of_an_open_thought(
     name: str, splits_thought: bool
 ) -> None:
@@ -320,7 +320,9 @@ PIECES = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "none"])
+@pytest.mark.parametrize(
+    "name", [*every_third_is_quick(zip(NAMES, strict=True)), "none"]
+)
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from costly_cases import slow
+from costly_cases import every_third_is_quick, slow
 from tiny_model import make_tiny_model
 from torch import Tensor, nn
 from trainer_cases import (
@@ -120,7 +120,7 @@ def train_once(step: TrainerRank, version: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
-@pytest.mark.parametrize("leaving", ALWAYS)
+@pytest.mark.parametrize("leaving", every_third_is_quick(zip(ALWAYS, strict=True)))
 def test_models_that_share_by_time_take_the_same_steps(
     make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
 ) -> None:
