@@ -167,6 +167,7 @@ class ByFile(LoadGroupScheduling):  # type: ignore[misc]
         return str(super()._split_scope(nodeid)).partition("::")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     """Change `--dist loadgroup`."""
     is_grouped = config.getoption("dist") == "loadgroup"
