@@ -27,7 +27,7 @@ BY_FILE := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorde
 BY_GROUP := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations=10
 # Collecting imports only the files that have such tests.
 OF_QUICK := $(shell grep -LE '^pytestmark = \[?pytest\.mark\.(slow|vllm|gpu|extras|long)|^    pytest\.mark\.(slow|vllm|gpu|extras|long),' tests/test_*.py)
-OF_RUNS := $(shell grep -lE 'mark\.(slow|extras|gpu)' tests/test_*.py)
+OF_RUNS := $(shell grep -lE 'mark\.(slow|extras|gpu)|costly_cases' tests/test_*.py)
 OF_VLLM := $(shell grep -lE 'mark\.vllm|contract_servers' tests/test_*.py)
 
 setup:

@@ -58,9 +58,9 @@ PART, _, NUM_PARTS = os.environ.get("ASYNCRL_PART", "0").partition("/")
 """3/8 runs the third of eight parts of the slow tests; 0 runs all. CI chooses the part by
 the commit (.ci/run).
 """
-IN_EACH_PART = ["test_job_resume.py", "test_job_faults.py", "test_pairs.py"]
-"""Files that hold the promises of a run that is killed and resumed, and files whose
-tests the commit draws.
+IN_EACH_PART = ["test_job_resume.py", "test_pairs.py"]
+"""Files of the promises of a run that is killed and resumed, and of runs that the commit
+draws.
 """
 SECONDS = {
     "test_gpu_acceptance.py": 340,
@@ -94,7 +94,7 @@ SECONDS = {
 }
 """Time of the slow tests of a file on two cores; of other files 20 s are assumed."""
 QUICKSTARTS = {2: 200, 3: 200}
-"""Time of tests that would fit beside the quickstarts of .ci/run, by part."""
+"""Time of the tests that a quickstart of .ci/run replaces, by part."""
 SLOW = ("slow", "vllm", "gpu", "extras", "long")
 
 

@@ -439,6 +439,7 @@ def test_allowed_changes_train_on(tmp_path: Path) -> None:
     assert len(read_lines(run_dir / "metrics.jsonl")) == 6
 
 
+@pytest.mark.rotated
 def test_killed_run_keeps_counts_that_no_row_has(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
