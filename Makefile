@@ -24,8 +24,10 @@ BIN := .venv/bin
 QUICK := not slow and not vllm and not gpu and not extras and not long
 # The tests of a file share processes, and wait more than they compute; conftest.py has the order of the files.
 BY_FILE := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+BY_GROUP := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder --durations=10
 # Collecting imports only the files that have such tests.
-OF_RUNS := $(shell grep -lE 'mark\.(slow|extras|gpu)' tests/test_*.py)
+OF_QUICK := $(shell grep -LE '^pytestmark = \[?pytest\.mark\.(slow|vllm|gpu|extras|long)|^    pytest\.mark\.(slow|vllm|gpu|extras|long),' tests/test_*.py)
+OF_RUNS := $(shell grep -lE 'mark\.(slow|extras|gpu)|costly_cases' tests/test_*.py)
 OF_VLLM := $(shell grep -lE 'mark\.vllm|contract_servers' tests/test_*.py)
 
 setup:
@@ -43,11 +45,11 @@ quickstart:
 
 test:
 	@bash scripts/setup.sh test
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "$(QUICK)"
+	$(BY_GROUP) -m "$(QUICK)" $(OF_QUICK)
 
 # Without extensions: tests that need an extension are skipped.
 test-core:
-	ASYNCRL_EXTENSIONS=core $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "$(QUICK)" $(FILES)
+	ASYNCRL_EXTENSIONS=core $(BY_GROUP) -m "$(QUICK)" $(or $(FILES),$(OF_QUICK))
 
 # Both parts run in parallel: each waits more than it computes.
 test-slow: setup

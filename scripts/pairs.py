@@ -55,7 +55,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 FACTORS: dict[str, dict[str, Any]] = TABLE["factors"]
 DEMONSTRATIONS = ROOT / "examples/sft_then_rl/letters.jsonl"
-NUM_DRAWN = 8
+NUM_DRAWN = 4
 LIMIT_S = 300.0
 NUM_INTERRUPTED = 3
 """Not one: a rollout that was interrupted may be dropped as overdue."""

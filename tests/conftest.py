@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer.main
 from hypothesis import settings
 from needed_extensions import missing_of
+from xdist.scheduler import LoadGroupScheduling
 
 if TYPE_CHECKING:
     from trainer_cases import MakeStep
@@ -28,6 +31,9 @@ os.environ |= {
 }
 # scikit-learn
 os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+
+# The commands are built once, not for each command line of a test: 50 ms.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 settings.register_profile("on a machine of any speed", deadline=None)
 # In CI the same examples each time, so a failure comes from the change, not from
@@ -48,21 +54,47 @@ collect_ignore = [
 ]
 
 
-QUARTER = int(os.environ.get("ASYNCRL_QUARTER", "0"))
-"""1 to 4 runs that quarter of the slow tests, as CI does by the commit; 0 runs all."""
-IN_EACH_QUARTER = ["test_job_resume.py", "test_job_faults.py", "test_pairs.py"]
-"""Files that hold the promises of a run that is killed and resumed, and files whose
-tests the commit draws.
+PART, _, NUM_PARTS = os.environ.get("ASYNCRL_PART", "0").partition("/")
+"""3/8 runs the third of eight parts of the slow tests; 0 runs all. CI chooses the part by
+the commit (.ci/run).
 """
-LONGEST = [
-    "test_pairs.py",
-    "test_tutorial.py",
-    "test_several_hosts.py",
-    "test_job_resume.py",
-    "test_frameworks.py",
-    "test_gpu_acceptance.py",
-    "test_experts.py",
-]
+IN_EACH_PART = ["test_job_resume.py", "test_pairs.py"]
+"""Files of the promises of a run that is killed and resumed, and of runs that the commit
+draws.
+"""
+SECONDS = {
+    "test_gpu_acceptance.py": 340,
+    "test_job_resume.py": 300,
+    "test_several_hosts.py": 210,
+    "test_extensions.py": 200,
+    "test_skills.py": 190,
+    "test_tutorial.py": 190,
+    "test_job_vllm.py": 150,
+    "test_packaging.py": 150,
+    "test_pairs.py": 150,
+    "test_job_faults.py": 140,
+    "test_engines_vllm_lora.py": 110,
+    "test_servers_asleep.py": 100,
+    "test_trainer_compiled.py": 100,
+    "test_vllm_supports.py": 100,
+    "test_evaluate.py": 90,
+    "test_python_api.py": 90,
+    "test_frameworks.py": 80,
+    "test_reward_model.py": 80,
+    "test_sft_then_rl.py": 80,
+    "test_distillation.py": 60,
+    "test_environments.py": 60,
+    "test_experts.py": 60,
+    "test_gateway_compared.py": 60,
+    "test_job_mix.py": 60,
+    "test_openenv.py": 60,
+    "test_served_teacher.py": 60,
+    "test_sweep.py": 60,
+    "test_vllm_server.py": 60,
+}
+"""Time of the slow tests of a file on two cores; of other files 20 s are assumed."""
+QUICKSTARTS = {2: 200, 3: 200}
+"""Time of the tests that a quickstart of .ci/run replaces, by part."""
 SLOW = ("slow", "vllm", "gpu", "extras", "long")
 
 
@@ -70,28 +102,32 @@ def is_marked(item: pytest.Item, *names: str) -> bool:
     return any(item.get_closest_marker(name) is not None for name in names)
 
 
-def of_other_quarters(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the slow tests that this quarter leaves out.
+def of_other_parts(
+    items: list[pytest.Item], part: int, num_parts: int
+) -> set[pytest.Item]:
+    """Return the slow tests that a part leaves out.
 
     Tests of a file share runs and servers, so whole files rotate. Tests marked rotated
-    share nothing and rotate one by one, a third in each run.
+    share nothing and rotate one by one.
     """
     alone = [item for item in items if is_marked(item, "rotated")]
     alone.sort(key=lambda item: item.nodeid)
-    others = {*alone} - {*alone[(QUARTER - 1) % 3 :: 3]}
+    others = {*alone} - {*alone[part - 1 :: num_parts]}
     slow = [
         item
         for item in items
         if is_marked(item, *SLOW)
         and not is_marked(item, "rotated")
-        and item.path.name not in IN_EACH_QUARTER
+        and item.path.name not in IN_EACH_PART
     ]
-    # The longest files go to different quarters.
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    names = {item.path.name for item in slow}
-    files = sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
-    own_files = files[QUARTER - 1 :: 4]
-    return others | {item for item in slow if item.path.name not in own_files}
+    # The longest file first, each to the part with the least time.
+    times = {item.path.name: SECONDS.get(item.path.name, 20) for item in slow}
+    filled = {number: QUICKSTARTS.get(number, 0) for number in range(1, num_parts + 1)}
+    part_of = dict[str, int]()
+    for name in sorted(times, key=lambda name: (-times[name], name)):
+        part_of[name] = min(filled, key=lambda number: filled[number])
+        filled[part_of[name]] += times[name]
+    return others | {item for item in slow if part_of[item.path.name] != part}
 
 
 def pytest_collection_modifyitems(
@@ -101,14 +137,13 @@ def pytest_collection_modifyitems(
     starts a long one at the end. Tests marked gpu are skipped where torch sees no CUDA
     device. Those marked vllm see to it themselves: vllm_process.vllm_python.
     """
-    if QUARTER:
-        others = of_other_quarters(items)
+    if NUM_PARTS:
+        others = of_other_parts(items, int(PART), int(NUM_PARTS))
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=[*others])
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(
-        key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long)
+        key=lambda item: (-SECONDS.get(item.path.name, 0), item.path not in long)
     )
     for item in items:
         if missing := missing_of(item):
@@ -121,6 +156,22 @@ def pytest_collection_modifyitems(
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+class ByFile(LoadGroupScheduling):  # type: ignore[misc]
+    """Gives a worker all tests of a group, and of a file: they share imports, fixtures and
+    caches. Single tests in turn made each worker pay for all of them.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return str(super()._split_scope(nodeid)).partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    """Change `--dist loadgroup`."""
+    is_grouped = config.getoption("dist") == "loadgroup"
+    return ByFile(config, log) if is_grouped else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from trainer_cases import batch_of, changed, make_spec
 
@@ -196,6 +195,7 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
 
 def trl_loss(sampled: Sampled, *, is_rloo: bool = False, **changes: Any) -> Answer:
     """Compute the loss of TRL's trainer with these attributes changed."""
+    from accelerate import Accelerator
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     lists = [[1] * length for length in sampled.lengths]

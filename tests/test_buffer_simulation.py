@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from buffer_groups import make_group
 from buffer_simulation import Lognormal, Simulation
+from costly_cases import every_third_is_quick, slow
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
@@ -58,8 +59,8 @@ def simulate(
     return simulation
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("sigma", [0.5, 1.5])
+@pytest.mark.parametrize("name", every_third_is_quick(zip(WORKLOADS, strict=True)))
+@pytest.mark.parametrize("sigma", [slow(0.5), 1.5])
 def test_auto_is_near_the_best_look_ahead_after_20_steps(
     name: str, sigma: float
 ) -> None:

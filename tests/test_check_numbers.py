@@ -8,6 +8,7 @@ from pathlib import Path
 
 import held_task
 import psutil
+import pytest
 from job_runs import ended, start, wait_for_steps, write_config
 from tiny_model import SHAPE
 
@@ -25,6 +26,7 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_a_run_holds_at_most_what_check_counts(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,

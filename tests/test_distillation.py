@@ -58,13 +58,10 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model import policy as policy_module
 from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
-# one process imports the modules that they fork
-pytestmark = [
-    pytest.mark.extension("scoring"),
-    pytest.mark.xdist_group("forks"),
-]
+pytestmark = pytest.mark.extension("scoring")
 
 
+@pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 def test_teachers_logprobs_equal_a_plain_forwards(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +193,7 @@ def trl_loss(
 
 # TRL's import is no warning of ours.
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.xdist_group("trl")
 @pytest.mark.parametrize(
     ("top_k", "has_plain_head"), [(1, True), (8, False), (VOCABULARY, True)]
 )

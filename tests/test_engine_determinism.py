@@ -66,7 +66,7 @@ def answers_of(
     }
 
 
-SLOW = {"plain", "odd sizes"}
+SLOW = {"plain", "odd sizes", "8 queries a key"}
 
 
 @pytest.fixture(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from costly_cases import slow
 from engine_cases import (
     Recorded,
     adapters,
@@ -214,6 +215,7 @@ def test_replayed_fused_steps_read_changed_inputs(
     assert 4 == recorded.num_captured < recorded.num_replayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", [False, True])
 def test_one_compilation_serves_all_layers_and_numbers_of_rows(
     folder: Path, moves: bool
@@ -236,7 +238,7 @@ def after(engine: Engine, asked: Future[Any]) -> Any:
     return asked.result(timeout=0)
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", [slow(False), True])
 def test_fused_steps_sleep_and_wake_to_other_weights(
     folder: Path, other_folder: Path, tmp_path: Path, stays: bool
 ) -> None:
@@ -259,7 +261,7 @@ def test_fused_steps_sleep_and_wake_to_other_weights(
     )
 
 
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("moves", [slow(False), True])
 def test_fused_steps_use_adapters_over_the_initial_weights(
     folder: Path, tmp_path: Path, moves: bool
 ) -> None:

@@ -81,6 +81,7 @@ SCHEMAS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.sampled_from(SCHEMAS), min_size=1, max_size=4),

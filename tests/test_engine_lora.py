@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from costly_cases import slow
 from engine_cases import Q_PROJ, adapters, lora_request, merged
 from engine_in_process import (
     answered,
@@ -31,7 +32,11 @@ def sampled(engine: Engine) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize(
     ("dtype", "keeps_place"),
-    [("float32", False), ("bfloat16", False), ("float32", True)],
+    [
+        ("float32", False),
+        slow("bfloat16", False),
+        ("float32", True),
+    ],
 )
 def test_adapters_give_what_merged_weights_give_bit_by_bit(
     folder: Path, tmp_path: Path, dtype: str, keeps_place: bool

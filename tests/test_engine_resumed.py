@@ -141,6 +141,7 @@ EVENTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(EVENTS, max_size=14), st.booleans())
 def test_random_pasts_change_no_bit(

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from costly_cases import slow
 from engine_in_process import (
     answered,
     make_request,
@@ -235,7 +236,12 @@ class SteppedServer:
 
 @pytest.mark.parametrize(
     ("interrupt", "is_streamed"),
-    [("abort", True), ("keep", False), ("keep_kv", False), ("keep_kv", True)],
+    [
+        ("abort", True),
+        slow("keep", False),
+        ("keep_kv", False),
+        slow("keep_kv", True),
+    ],
 )
 @in_loop
 async def test_agent_records_the_experts_that_read_its_fresh_tokens(
@@ -406,6 +412,7 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(
     assert with_replay < 0.8 * off, gaps
 
 
+@pytest.mark.slow
 def test_ranks_replay_and_export_experts_as_one_process_does(tmp_path: Path) -> None:
     folder = make_tiny_moe(tmp_path / "model")
     # The balance loss alone depends on the cut into micro-batches, so it is tiny here.

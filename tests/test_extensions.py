@@ -263,7 +263,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("case", BROKEN)
+QUICK = ("settings", "engine")
+CASES = [
+    pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in BROKEN
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_package_that_cannot_be_used_is_named(case: str, tmp_path: Path) -> None:
     files, says = BROKEN[case]
     # Commands that only read work; the list and the others name the package.
@@ -291,6 +298,7 @@ def test_engine_kind_of_a_package_is_one_like_others(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
     install(tmp_path)
     install(tmp_path, name="beeper")
@@ -488,6 +496,7 @@ def without(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.rotated
 def test_core_works_without_an_extension(without: tuple[str, Path]) -> None:
     name, folder = without
 

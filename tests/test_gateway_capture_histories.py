@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from costly_cases import slow
 from gateway_capture_cases import (
     END,
     CharRenderer,
@@ -280,7 +281,10 @@ def values(rollout: Rollout) -> Iterator[Any]:
         )
 
 
-@pytest.mark.parametrize("habit", ["plain", "strips", "shouts", "refuses"])
+@pytest.mark.parametrize(
+    "habit",
+    ["plain", "strips"] + [slow(one) for one in ("shouts", "refuses")],
+)
 @settings(deadline=None, max_examples=120)
 @given(story=STORY, orders=st.tuples(ORDER, ORDER))
 def test_each_token_is_trained_once_after_its_prompt_in_any_order(

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from gateway_cases import (
@@ -296,6 +295,8 @@ async def test_thinking_can_be_turned_off() -> None:
 @streams
 @in_loop
 async def test_thread_continues_from_a_kept_message(streamed: bool) -> None:
+    import anthropic
+
     says = f"<think>\nA sum.\n</think>\n\n{CALL}", "Three."
     async with talking(*says) as talk:
         made: Any = {

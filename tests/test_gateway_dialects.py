@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
-from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming
 from gateway_cases import (
     HI,
     RULES,
@@ -25,13 +23,6 @@ from gateway_cases import (
 from gateway_wires import BASES, CHAT, DIALECTS, MESSAGES, RESPONSES, TEXT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai.types.chat.completion_create_params import (
-    CompletionCreateParamsStreaming as ChatParams,
-)
-from openai.types.completion_create_params import (
-    CompletionCreateParamsStreaming as TextParams,
-)
-from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from pydantic import ValidationError
 
 from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
@@ -45,6 +36,7 @@ from asyncrl.agents.endpoint.requests import (
     too_long,
 )
 from asyncrl.base.errors import EngineError, RequestRefused
+from asyncrl.base.extensions import load_place
 from asyncrl.messages.records import Outcome
 from asyncrl.messages.sampling import CUTS
 
@@ -319,11 +311,11 @@ UNREAD = """
     chat_template documents truncate_prompt_tokens structured_outputs guided_json guided_regex enable_thinking
     kv_transfer_params mm_processor_kwargs fallbacks suffix top_logprobs response_format stop"""
 """Parameters of vLLM 0.32 and others that some dialect does not read."""
-PARAMETERS: Any = [
-    ChatParams,
-    TextParams,
-    ResponseCreateParamsStreaming,
-    MessageCreateParamsStreaming,
+PARAMETERS = [
+    "openai.types.chat.completion_create_params:CompletionCreateParamsStreaming",
+    "openai.types.completion_create_params:CompletionCreateParamsStreaming",
+    "openai.types.responses.response_create_params:ResponseCreateParamsStreaming",
+    "anthropic.types.beta.message_create_params:MessageCreateParamsStreaming",
 ]
 PAGE = Path(__file__).parents[1] / "docs" / "gateway.md"
 
@@ -332,7 +324,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "gateway.md"
     ("dialect", "params"), [*zip(DIALECTS, PARAMETERS, strict=True)]
 )
 def test_known_parameters_are_read_refused_or_documented(
-    dialect: Dialect, params: Any
+    dialect: Dialect, params: str
 ) -> None:
     reader = RequestReader(replace(RULES, on_sampling_override="honour"))
     page = PAGE.read_text().partition("Ignored, and logged once:")[2]
@@ -340,7 +332,7 @@ def test_known_parameters_are_read_refused_or_documented(
         block.partition("```")[0].split() for block in page.split("```text")[1:3]
     )
     neutral = dict(each.split("=") for each in accepted)
-    names = {*UNREAD.split(), *ignored, *neutral, *params.__annotations__}
+    names = {*UNREAD.split(), *ignored, *neutral, *load_place(params).__annotations__}
     for name in names - dialect.body.model_fields.keys():
         for odd in (
             "null",
@@ -605,6 +597,8 @@ async def test_200_tools_with_names_of_mcp_servers_are_offered_and_called() -> N
 
 @in_loop
 async def test_errors_are_the_exceptions_of_each_client() -> None:
+    import anthropic
+
     async with talking() as talk:
         with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
             await talk.chat(logit_bias={"5": 1})
@@ -638,6 +632,8 @@ async def test_errors_are_the_exceptions_of_each_client() -> None:
 
 @in_loop
 async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
+    import anthropic
+
     async with talking(engine=ScriptedEngine(gate=asyncio.Event())) as talk:
         streams: list[Any] = [
             await ask(stream=True) for ask in (talk.chat, talk.respond, talk.message)

@@ -74,6 +74,7 @@ def num_objects_of_sessions() -> int:
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @in_loop
 async def test_ended_sessions_leave_no_objects() -> None:
     async with gateway_world() as world:

@@ -15,6 +15,7 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
+from costly_cases import slow
 from gpu import jobs
 from gpu.colocated import config_text
 from gpu.jobs import (
@@ -57,7 +58,15 @@ def test_each_row_names_a_function_and_each_part_has_rows() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "losses", "head", "weights", "lora", "0.6B-16k", "deterministic"],
+    [
+        "attention",
+        "losses",
+        "head",
+        "weights",
+        "lora",
+        "0.6B-16k",
+        slow("deterministic"),
+    ],
 )
 def test_rows_run_on_a_cpu(
     bench: Bench, name: str, capsys: pytest.CaptureFixture[str]

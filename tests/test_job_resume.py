@@ -441,6 +441,7 @@ def test_allowed_changes_train_on(tmp_path: Path) -> None:
     assert len(read_lines(run_dir / "metrics.jsonl")) == 6
 
 
+@pytest.mark.rotated
 def test_killed_run_keeps_counts_that_no_row_has(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
@@ -478,6 +479,7 @@ def evaluated(run_dir: Path) -> dict[int, float]:
     return {line["policy_version"]: line["eval/reward_mean"] for line in lines}
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_run_without_files_trains_the_same_through_kills(
     on_policy: Path, whole: Path, tmp_path: Path, transport: str
@@ -511,6 +513,7 @@ def test_run_without_files_trains_the_same_through_kills(
     assert staging_of(process.pid) == []
 
 
+@pytest.mark.rotated
 def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(
     tmp_path: Path,
 ) -> None:
@@ -553,6 +556,7 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(
     assert (run_dir / "final" / "model.safetensors").exists()
 
 
+@pytest.mark.rotated
 def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,

@@ -107,6 +107,7 @@ async def probed(
     return process.returncode
 
 
+@pytest.mark.slow
 def test_forked_child_equals_one_that_python_m_starts(
     probe: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import learning_curve
 import pytest
+from costly_cases import slow
 from shape_task import make_shape
 
 from asyncrl.config import load_config
@@ -38,7 +39,7 @@ sys.exit("no device")
 SHARED = ["placement={trainer: 0, rollout: 0, share: 0.35}", "buffer.max_staleness=2"]
 
 
-@pytest.mark.parametrize(("ours", "staleness"), [(None, 0), (SHARED, 2)])
+@pytest.mark.parametrize(("ours", "staleness"), [slow(None, 0), (SHARED, 2)])
 def test_the_arithmetic_run_fits_one_device(
     ours: list[str] | None,
     staleness: int,

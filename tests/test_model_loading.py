@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
+from costly_cases import slow
 from engine_in_process import make_spec as engine_spec
 from engine_in_process import publish, running_engine
 from job_runs import write_config
@@ -227,11 +227,11 @@ def make_larger(folder: Path, kind: str) -> Any:
     return model
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma4", "llama4")]
-"""Kinds whose models take the longest to make, each with its own names."""
+SLOW = [slow(kind) for kind in ("gemma3", "mistral3", "gemma4", "llama4")]
+"""Kinds of models, each with its own names; the last two take the longest to make."""
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "mistral3", *SLOW])
+@pytest.mark.parametrize("kind", ["qwen3_5", *SLOW])
 def test_text_part_is_trained_under_the_names_of_its_folder(
     tmp_path: Path, kind: str
 ) -> None:
@@ -268,10 +268,12 @@ def test_text_part_is_trained_under_the_names_of_its_folder(
 
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "mistral3", *SLOW[:1]])
+@pytest.mark.parametrize("kind", ["qwen3_5", *SLOW[:3]])
 def test_adapters_of_a_text_part_have_its_folders_names(
     tmp_path: Path, kind: str
 ) -> None:
+    import peft  # costs seconds
+
     folder, lora = tmp_path / "model", {"lora": {"rank": 2, "alpha": 16.0}}
     whole = make_larger(folder, kind)
     stored = load_file(folder / "model.safetensors")

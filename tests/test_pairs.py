@@ -65,7 +65,7 @@ def test_the_oracle_sees_a_spoiled_file(name: str, whole: Path, tmp_path: Path) 
     assert bool(faults) == (name in SPOILED), faults
 
 
-@pytest.mark.timeout(1800)  # eight runs of half a minute to two, beside other tests
+@pytest.mark.timeout(1800)  # four runs of half a minute to two, beside other tests
 def test_rows_that_the_commit_draws_pass(tmp_path: Path) -> None:
     asked = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(asked, cwd=pairs.ROOT, capture_output=True, text=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import held_task
 import pytest
+from costly_cases import slow
 from crash_fuzz import differences
 from fakes import FakeEngine
 from job_runs import run, start, wait_until, write_config
@@ -106,7 +107,7 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "pool",
-    ["inline", "thread", pytest.param("process", marks=pytest.mark.slow)],
+    ["inline", "thread", slow("process")],
 )
 @pytest.mark.asyncio
 async def test_group_is_scored_in_every_pool(rewards: Path, pool: Any) -> None:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from costly_cases import every_third_is_quick
 from template_oracle import KINDS, Oracle, collected, installed
 from template_runs import row, tell
 
@@ -24,7 +25,8 @@ PAGE = Path(__file__).parent.parent / "docs/gateway.md"
 FOLDER = os.environ.get("ASYNCRL_TEMPLATES", "")
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(TEMPLATES)))
+# Every third has all kinds of tokenizers.
+@pytest.mark.parametrize(("number", "name"), every_third_is_quick(enumerate(TEMPLATES)))
 def test_prompts_are_the_template_s_own_or_deviate_by_name(
     number: int, name: str
 ) -> None:
@@ -36,6 +38,7 @@ def test_prompts_are_the_template_s_own_or_deviate_by_name(
     assert not wrong
 
 
+@pytest.mark.slow
 def test_check_names_templates_that_change_earlier_answers(tmp_path: Path) -> None:
     wrong = set[str]()
     for name in installed().keys() & TABLE.keys():

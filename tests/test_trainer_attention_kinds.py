@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from costly_cases import every_third_is_quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import make_config, random_model
@@ -43,7 +44,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_third_is_quick(zip(NAMES, strict=True)))
 def test_models_with_windows_are_packed_at_any_length(name: str) -> None:
     model = random_model(make_config(name))
     expected = run_plain(model, GROUPS, 0.8)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_model import STACKED, make_tiny_moe
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,6 +30,9 @@ from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.ranks.ranks import ONE_RANK
 from asyncrl.weights.export import routers_of
 
+if TYPE_CHECKING:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
 GUARDED = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:.*Function.*should not be instantiated:DeprecationWarning",
@@ -43,6 +44,8 @@ GUARDED = pytest.mark.filterwarnings(
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Trace and differentiate graphs as for a device, and count them."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compiled_layers, "BACKEND", counter)
     compiled_layers.compiled.cache_clear()
@@ -88,6 +91,7 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
     assert compile_s[1:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_compilation_after_the_first_step_warns_of_its_cause(
     compiler: CompileCounterWithBackend,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,6 +132,8 @@ def test_compilation_after_the_first_step_warns_of_its_cause(
 @pytest.mark.usefixtures("compiler")
 def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
     """Layers without experts add one graph; replay adds none."""
+    from torch._dynamo.utils import counters
+
     counters.clear()
     heads = {"qk_nope_head_dim": 8}  # 12, and 8 of a value
     folder = make_tiny_moe(

@@ -14,6 +14,7 @@ import job_runs
 import numpy as np
 import pytest
 import torch
+from costly_cases import slow
 from crash_fuzz import Crashes, differences, fuzz_config, never_killed, new_seed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -324,7 +325,7 @@ def test_adapters_leave_the_critic_all_its_weights(make_step: MakeStep) -> None:
 # ---- state
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_loaded_critic_continues_to_the_same_bits(
     make_step: MakeStep, tmp_path: Path, dtype: str
 ) -> None:
@@ -416,7 +417,7 @@ def test_two_ranks_train_the_critic_of_one(
             group.post("/load_state", path, TrainerHealth)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_shards_of_one_rank_give_the_same_critic(
     tiny_model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:

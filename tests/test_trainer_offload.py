@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from costly_cases import every_third_is_quick, slow
 from tiny_model import make_tiny_model
 from torch import Tensor, nn
 from trainer_cases import (
@@ -118,8 +119,8 @@ def train_once(step: TrainerRank, version: int) -> dict[str, float]:
     return step.train(*make_batch(version=version, seed=version))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("leaving", ALWAYS)
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+@pytest.mark.parametrize("leaving", every_third_is_quick(zip(ALWAYS, strict=True)))
 def test_models_that_share_by_time_take_the_same_steps(
     make_step: MakeStep, tmp_path: Path, leaving: tuple[str, ...], dtype: str
 ) -> None:
@@ -142,6 +143,7 @@ def test_models_that_share_by_time_take_the_same_steps(
     assert seen == {model: {model in leaving} for model in models}
 
 
+@pytest.mark.slow
 def test_shards_that_share_by_time_take_the_same_steps(
     paged_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -30,8 +31,8 @@ class ScratchConfig(FrozenConfig):
 
     def conflicts(self) -> Iterator[str]:
         # Two tokens of one character would decode alike and never both be encoded.
-        alphabet = self.characters
-        twice = sorted({one for one in alphabet if alphabet.count(one) > 1})
+        counted = Counter(self.characters)
+        twice = sorted(one for one, number in counted.items() if number > 1)
         if twice:
             yield f".characters names {''.join(twice)!r} twice; remove one of each"
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RUN_LINES = """
-import contextlib, importlib.machinery as machinery, io, json, shlex, sys
+import contextlib, functools, importlib.machinery as machinery, io, json, shlex, sys
 hidden, find = sys.argv[1:], machinery.PathFinder.find_spec
 machinery.PathFinder.find_spec = lambda name, *of: None if name.split(".")[0] in hidden else find(name, *of)
+import typer.main
 from asyncrl.cli import main
+typer.main.get_command = functools.cache(typer.main.get_command)  # built once
 answers = []
 for line in json.load(sys.stdin):
     sys.argv = ["asyncrl", *shlex.split(line)]

@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -196,7 +197,7 @@ def values_in(text: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def cached_app() -> Any:
-    return get_command(app)
+    return deepcopy(get_command(app))  # parse() replaces the callbacks
 
 
 def commands() -> dict[str, Any]:
