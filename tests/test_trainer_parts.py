@@ -15,6 +15,7 @@ import journal_cases
 import numpy as np
 import pytest
 import torch
+from costly_cases import every_third_is_quick
 from rank_processes import running
 from safetensors.torch import load_file
 from tiny_model import make_tiny_moe
@@ -140,11 +141,11 @@ def test_part_that_is_sent_alone_is_the_part_of_the_batch() -> None:
     assert len(sent) == 3
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name",), every_third_is_quick((name,) for name in RUNS))
 def test_bits_do_not_depend_on_the_order_of_parts(
     make_step: MakeStep, name: str
 ) -> None:
-    orders = [(), (0, 1, 2, 3), (3, 1, 2, 0), (2,), (1, 3)]
+    orders = [(), (3, 1, 2, 0), (1, 3)]
     found = []
     for order in orders:
         step = make_step(**RUNS[name])
@@ -190,7 +191,7 @@ def test_order_of_parts_changes_no_bit_on_cuda(make_step: MakeStep) -> None:
     assert digests[0] == digests[1] == digests[2]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name",), every_third_is_quick((name,) for name in RUNS))
 def test_sum_of_parts_is_the_gradient_of_the_batch(
     make_step: MakeStep, name: str
 ) -> None:
@@ -446,7 +447,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name",), every_third_is_quick((name,) for name in ALGORITHMS)
+)
 def test_only_algorithms_that_compare_groups_are_trained_whole(
     make_step: MakeStep, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
