@@ -141,7 +141,7 @@ def test_part_that_is_sent_alone_is_the_part_of_the_batch() -> None:
     assert len(sent) == 3
 
 
-@pytest.mark.parametrize(("name",), every_third_is_quick((name,) for name in RUNS))
+@pytest.mark.parametrize("name", every_third_is_quick((name,) for name in RUNS))
 def test_bits_do_not_depend_on_the_order_of_parts(
     make_step: MakeStep, name: str
 ) -> None:
@@ -191,7 +191,7 @@ def test_order_of_parts_changes_no_bit_on_cuda(make_step: MakeStep) -> None:
     assert digests[0] == digests[1] == digests[2]
 
 
-@pytest.mark.parametrize(("name",), every_third_is_quick((name,) for name in RUNS))
+@pytest.mark.parametrize("name", every_third_is_quick((name,) for name in RUNS))
 def test_sum_of_parts_is_the_gradient_of_the_batch(
     make_step: MakeStep, name: str
 ) -> None:
@@ -447,9 +447,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name",), every_third_is_quick((name,) for name in ALGORITHMS)
-)
+@pytest.mark.parametrize("name", every_third_is_quick((name,) for name in ALGORITHMS))
 def test_only_algorithms_that_compare_groups_are_trained_whole(
     make_step: MakeStep, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
