@@ -363,6 +363,10 @@ class BufferHistory(RuleBasedStateMachine):
     def _check_parts(self, batch: Batch) -> None:
         """Each group is in one part: of those that were sent, or of the others."""
         parts = [*self.sent, *self.buffer.unsent_parts(batch)]
+        if not batch.part_groups:
+            assert parts == [], "it would be trained twice"
+            parts = [batch]
+        assert len(parts) > 1 or parts == [batch]
         found = [group for part in parts for group in part.groups]
         assert sorted(found, key=lambda group: group.group_id) == list(batch.groups)
         sizes = {group.group_id // (batch.part_groups or 10**9) for group in found}

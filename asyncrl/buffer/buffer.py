@@ -281,7 +281,11 @@ class Buffer:
         return None
 
     def unsent_parts(self, batch: Batch) -> list[Batch]:
-        """Return the parts of a taken batch that wait_part() has not returned."""
+        """Return the parts of a taken batch that wait_part() has not returned; none of a
+        batch that is trained whole.
+        """
+        if not batch.part_groups:
+            return []
         parts = batch.parts()
         return [parts[number] for number in parts.keys() - self._sent_parts]
 
