@@ -52,7 +52,6 @@ class StepSums:
     size: int
     logprobs_M: Float32N
     entropies_M: Float32N
-    behaviour_M: Float32N
     loss: float
     stats: Counter[str]
     gaps: list[Gap] = field(default_factory=list)
@@ -70,7 +69,6 @@ class StepSums:
             size=size,
             logprobs_M=np.concatenate([part.logprobs_M for part in parts]),
             entropies_M=np.concatenate([part.entropies_M for part in parts]),
-            behaviour_M=np.concatenate([part.behaviour_M for part in parts]),
             loss=sum(part.size * part.loss for part in parts) / max(size, 1),
             stats=stats,
             value_loss=ValueLoss.join([part.value_loss for part in parts]),
@@ -88,6 +86,8 @@ def version_metrics(
     seen = StepSums.join(steps)
     # Later epochs see the same tokens again, under weights that have learned from them.
     first = StepSums.join(steps[: len(steps) // num_epochs])
+    # In the same order: mini-batches are cut from the batch one after the other.
+    behaviour_M = batch.arrays.behaviour_logprobs[batch.has_loss]
     num_sampled = int(batch.arrays.is_sampled.sum())
     num_loss_tokens = int(batch.has_loss.sum())
     return {
@@ -98,9 +98,7 @@ def version_metrics(
         },
         "policy/loss": _mean([step.loss for step in taken]),
         "policy/grad_norm": _mean([step.grad_norm for step in taken]),
-        **step_metrics.policy_metrics(
-            first.logprobs_M, first.behaviour_M, first.entropies_M
-        ),
+        **step_metrics.policy_metrics(first.logprobs_M, behaviour_M, first.entropies_M),
         **step_metrics.gap_metrics(steps[0].gaps),
         "sample/masked_fraction": 1.0 - num_loss_tokens / num_sampled,
         "tokens/trained": float(num_loss_tokens),

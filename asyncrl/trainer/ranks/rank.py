@@ -418,7 +418,6 @@ class TrainerRank(TrainedModel):
             size=numbers.size,
             logprobs_M=logprobs_N[chosen],
             entropies_M=entropies_N[chosen],
-            behaviour_M=batch.arrays.behaviour_logprobs[chosen],
             loss=shared_loss,
             stats=stats_sums,
         )
