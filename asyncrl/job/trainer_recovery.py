@@ -117,13 +117,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
                     )
                     self._lost_by(lost)
 
-    def _check_up(self) -> None:
-        """Raise TrainerLost during a restart."""
-        if not self.is_up:
-            raise TrainerLost(
-                "trainer", "is restarting", rule="a checkpoint is of a finished step"
-            )
-
     async def _bring_back(self) -> None:
         # Calls of this client wait until the trainer is up, which it is only after this
         # method. A plain client raises TrainerLost at once, and the supervisor starts
