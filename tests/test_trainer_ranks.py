@@ -437,8 +437,11 @@ def test_failure_of_rank_0_alone_is_told_by_the_health(error: Exception) -> None
         service.health()
     service = service_of_ranks()
     service.rank.begin_save_state.side_effect = error  # type: ignore[attr-defined]
-    state = StateRequest(path=Path("state")).model_dump_json().encode()
-    for ask in (lambda: service._together("begin_save_state", state), service.health):
+    state = StateRequest(path=Path("state"))
+    for ask in (
+        lambda: service._together("begin_save_state", b"", state),
+        service.health,
+    ):
         with pytest.raises(
             Refused, match=f"failed in /begin_save_state.*{error}"
         ) as lost:

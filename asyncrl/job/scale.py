@@ -46,8 +46,6 @@ class EngineSupervisor(Supervisor):
         newer one. Parking is not a restart.
     """
 
-    kind = "engine"
-
     def __init__(
         self,
         process: Server,
@@ -56,7 +54,14 @@ class EngineSupervisor(Supervisor):
         scheduler: WeightScheduler,
         supervision: Supervision,
     ) -> None:
-        super().__init__([process], supervision)
+        super().__init__(
+            [process],
+            supervision,
+            kind="engine",
+            on_down=lambda _: self._disconnect_nowait(),
+            on_start=client.reset_nowait,
+            on_up=self._up_nowait,
+        )
         self._client = client
         self._pool = pool
         self._scheduler = scheduler
@@ -97,16 +102,10 @@ class EngineSupervisor(Supervisor):
         # While another engine works, the run can wait for this one's lost node.
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
-    def _down(self, lost: ComponentError) -> None:
-        self._disconnect_nowait()
-
-    async def _before_start(self) -> None:
-        self._client.reset_nowait()
-
     async def _bring_back(self) -> None:
         await self._scheduler.bring_up(self.name)
 
-    async def _works_again(self) -> None:
+    def _up_nowait(self) -> None:
         self._pool.up_nowait(self.name)
         if self.state != EngineState.WORKING:
             self.state = EngineState.WORKING

@@ -30,7 +30,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
     Invariant: a batch is trained once on the way to each version.
     """
 
-    kind = "trainer"
     name = "trainer"
 
     def __init__(
@@ -46,11 +45,18 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         `on_start` is called before new ranks start; `bring_back` catches up to a
         version.
         """
-        Supervisor.__init__(self, ranks, supervision, on_start=on_start)
+        self._up_changed = Signal()
+        Supervisor.__init__(
+            self,
+            ranks,
+            supervision,
+            kind="trainer",
+            on_start=on_start,
+            on_up=self._up_changed.notify,
+        )
         TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
         self._catch_up = bring_back
         self._over: ComponentError | None = None
-        self._up_changed = Signal()
         self._offloaded = frozenset[TrainerPart]()
 
     def gauges(self) -> dict[str, float]:
@@ -111,13 +117,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
                     )
                     self._lost_by(lost)
 
-    def _check_up(self) -> None:
-        """Raise TrainerLost during a restart."""
-        if not self.is_up:
-            raise TrainerLost(
-                "trainer", "is restarting", rule="a checkpoint is of a finished step"
-            )
-
     async def _bring_back(self) -> None:
         # Calls of this client wait until the trainer is up, which it is only after this
         # method. A plain client raises TrainerLost at once, and the supervisor starts
@@ -133,9 +132,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         # give back what the engines' time slice expects to be free.
         if self._offloaded:
             await client.offload(sorted(self._offloaded))
-
-    async def _works_again(self) -> None:
-        self._up_changed.notify()
 
 
 async def recover_trainer(

@@ -13,6 +13,7 @@ from asyncrl.models.support import has_experts
 WITHIN_GROUP = ("grpo", "grpo_sample", "dr_grpo", "rloo", "leave_one_out", "gigpo")
 """Advantages that compare only the rollouts of one group."""
 MOVES = "the engines must leave the devices before the trainer works"
+NO_ROOM = "the sums of parts, 8 bytes for each trained weight, do not fit"
 
 
 def part_tokens(config: RunConfig, placement: Placement) -> int:

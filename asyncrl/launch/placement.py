@@ -61,8 +61,12 @@ class Placement:
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
-    in_parts: bool = False
-    """The trainer takes a batch in parts (parts.py)."""
+    whole_because: str = "the run is not planned"
+    """Why the trainer takes a batch whole (parts.py); '': in parts."""
+
+    @property
+    def in_parts(self) -> bool:
+        return not self.whole_because
 
     @property
     def moves(self) -> bool:

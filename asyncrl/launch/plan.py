@@ -35,7 +35,7 @@ from asyncrl.launch.memory import (
     server_memory,
 )
 from asyncrl.launch.model_sizes import ModelShape, model_shape
-from asyncrl.launch.parts import MOVES, why_whole
+from asyncrl.launch.parts import MOVES, NO_ROOM, why_whole
 from asyncrl.launch.placement import (
     NO_DEVICE,
     NodeDevice,
@@ -159,7 +159,7 @@ def make_plan(
     """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
     placement = place(config, nodes, extra)
-    placement = replace(placement, in_parts=not why_whole(config, placement))
+    placement = replace(placement, whole_because=why_whole(config, placement))
     memory = dict[str, tuple[int | None, int | None]]()
     for number, (node, devices) in enumerate(
         zip(nodes, cuda_devices(nodes), strict=True)
@@ -431,7 +431,8 @@ def plan_run(
     if not plan.placement.engines:
         return plan, tuple(messages)
     if config.buffer.max_staleness == 0 and config.trainer.stream == "auto":
-        text = _stream_text(config, plan.placement)
+        why = plan.placement.whole_because or (MOVES if plan.placement.moves else "")
+        text = f"off: {why}" if why else "on: groups are trained as they end"
         messages.append(f"trainer.stream: auto is {text}")
     device = plan.placement.engines[0][0].name
     inexact = plan.shape.inexact
@@ -459,20 +460,10 @@ def _fit_parts(plan: Plan, config: RunConfig) -> Plan:
     for device in map(placement.label, placement.trainer if placement.in_parts else ()):
         free, _ = plan.memory[device]
         if free is not None and plan.needed_bytes(device) > free:
-            whole = replace(placement, in_parts=False)
+            whole = replace(placement, whole_because=NO_ROOM)
             processes = lay_out(config, plan.shape, whole)
             return replace(plan, placement=whole, processes=processes)
     return plan
-
-
-def _stream_text(config: RunConfig, placement: Placement) -> str:
-    """Return what trainer.stream=auto is, for a run with max_staleness 0."""
-    why = why_whole(config, placement)
-    if not why and not placement.in_parts:
-        why = "the sums of parts, 8 bytes for each trained weight, do not fit"
-    if not why and placement.moves:
-        why = MOVES
-    return f"off: {why}" if why else "on: groups are trained as they end"
 
 
 def _share_memory(plan: Plan, config: RunConfig) -> Plan:
@@ -487,10 +478,10 @@ def _share_memory(plan: Plan, config: RunConfig) -> Plan:
         and "always" not in config.offload_rules.values()
     )
     if may_stay:
-        whole = replace(placement, resident=True, in_parts=False)
-        in_parts = not why_whole(config, whole)
+        why = why_whole(config, replace(placement, resident=True))
         # In this order: if parts have no room, whole batches may have it.
-        for resident in (whole, replace(whole, in_parts=in_parts)):
+        for whole in (why or NO_ROOM, why):
+            resident = replace(placement, resident=True, whole_because=whole)
             processes = lay_out(config, plan.shape, resident)
             both = replace(plan, placement=resident, processes=processes)
             devices = map(resident.label, resident.trainer)

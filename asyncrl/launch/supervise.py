@@ -101,14 +101,12 @@ class Supervisor:
     Invariant: a refused restart ends the run.
     """
 
-    kind = ""
-
     def __init__(
         self,
         processes: Sequence[Server],
         supervision: Supervision,
         *,
-        kind: str | None = None,
+        kind: str = "process",
         on_down: Callable[[ComponentError], None] = lambda _: None,
         on_start: Callable[[], None] = lambda: None,
         on_up: Callable[[], None] = lambda: None,
@@ -117,7 +115,7 @@ class Supervisor:
         twice; `on_start` is called before new processes start, and `on_up` once they
         serve.
         """
-        self.kind = kind or self.kind
+        self.kind = kind
         self._on_down = on_down
         self._on_start = on_start
         self._on_up = on_up
@@ -286,7 +284,8 @@ class Supervisor:
         # Colocated, an engine may start only in the engines' time slice. The block ends that
         # time slice no earlier than the engine serves.
         async with self._room():
-            await self._before_start()
+            # Forget the state of the old processes.
+            self._on_start()
             self.is_starting = True
             try:
                 with waiting("its new process", on=self._processes[0].name):
@@ -307,7 +306,7 @@ class Supervisor:
             if again is not None or self._report.done():
                 return again or self._report.result()
         self.is_up = True
-        await self._works_again()
+        self._on_up()
         return None
 
     async def _until_lost(
@@ -353,15 +352,8 @@ class Supervisor:
         self.is_up = False
         self._on_down(lost)
 
-    async def _before_start(self) -> None:
-        """Forget the old processes' state."""
-        self._on_start()
-
     async def _bring_back(self) -> None:
         """Restore the old processes' state."""
-
-    async def _works_again(self) -> None:
-        self._on_up()
 
 
 class FirstStart(Supervisor):
@@ -371,8 +363,6 @@ class FirstStart(Supervisor):
     A process that is late, or logs the reason of its end, would fail again: it ends the
     run at once.
     """
-
-    kind = "process"
 
     async def run(self) -> None:
         """Return when all serve. Raises the ComponentError that ends the run."""

@@ -271,8 +271,8 @@ class Tokens:
         self, bounds: Sequence[tuple[int, int]], parts: Iterable[int]
     ) -> list[Tokens]:
         """Return some of the parts between the bounds."""
-        spans = _split_spans(self.spans, bounds)
-        calls = _split_spans(self.calls, bounds)
+        spans = split_spans(self.spans, bounds)
+        calls = split_spans(self.calls, bounds)
         columns = {
             name: _split(values, bounds) for name, values in self.columns.items()
         }
@@ -449,13 +449,13 @@ def _is_same(one: VersionSpan, other: VersionSpan) -> bool:
     return one.version == other.version and one.engine == other.engine
 
 
-def _split_spans(
+def split_spans(
     spans: Sequence[Any], bounds: Sequence[tuple[int, int]]
 ) -> list[list[Any]]:
     """Cut spans at the bounds, which cover everything in order.
 
     Example: one span over two rows of a frame becomes one in each.
-        >>> _split_spans([VersionSpan(0, 5, 3)], [(0, 2), (2, 2), (2, 5)])[2]
+        >>> split_spans([VersionSpan(0, 5, 3)], [(0, 2), (2, 2), (2, 5)])[2]
         [VersionSpan(start=0, end=3, version=3, engine=-1)]
     """
     parts: list[list[Any]] = [[] for _ in bounds]

@@ -34,6 +34,7 @@ from asyncrl.messages.engine_api import (
     TransferStats,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+from asyncrl.trainer.trainer_client import TrainerClient
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
@@ -117,28 +118,6 @@ class NodeFiles:
         return sent.model_copy(update={"path": path})
 
 
-class WeightTrainer(Protocol):
-    """The trainer as weight sync sees it.
-
-    begin_export starts to copy the newest weights, between two optimizer steps, and
-    returns their version; export waits for the copy. export_chunk overwrites the
-    previous chunk.
-    """
-
-    @property
-    def policy_version(self) -> int: ...
-    @property
-    def is_up(self) -> bool: ...
-    @property
-    def num_restarts(self) -> int: ...
-    async def wait_up(self) -> None: ...
-    async def wait_version_above(self, version: int) -> int: ...
-    async def wait_step_above(self, version: int) -> int: ...
-    async def begin_export(self, above: int) -> int: ...
-    async def export(self) -> ExportResponse: ...
-    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PushReport:
     """Seconds of the whole push, with its export, and of an engine's longest pause;
@@ -197,7 +176,7 @@ class Push:
         note_span("weight sync", "prepare", start, clock(), self.version)
         return await self._commit(manifest.digest, start)
 
-    async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
+    async def chunks(self, trainer: TrainerClient) -> tuple[PushReport, ExportResponse]:
         """Load all chunks and commit. Raises PublishError, or what the trainer's client
         raises.
         """
@@ -354,7 +333,7 @@ class Publisher:
     exists until on_published returns. `locate` fetches a file to an engine's node.
     """
 
-    trainer: WeightTrainer
+    trainer: TrainerClient
     targets: Sequence[EngineClient]
     _: KW_ONLY
     timeout_s: float

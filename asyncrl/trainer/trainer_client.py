@@ -104,8 +104,12 @@ class TrainerClient:
         """Version that the steps sent so far make."""
         self._version_changed = Signal()
 
+    is_up = True
     num_restarts = 0
     """Restarts of the trainer's processes."""
+
+    async def wait_up(self) -> None:
+        """Return once the trainer takes calls."""
 
     @property
     def is_training(self) -> bool:
@@ -263,7 +267,12 @@ class TrainerClient:
     async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
         return await call()
 
-    def _check_up(self) -> None: ...
+    def _check_up(self) -> None:
+        """Raise TrainerLost during a restart."""
+        if not self.is_up:
+            raise TrainerLost(
+                "trainer", "is restarting", rule="a checkpoint is of a finished step"
+            )
 
     async def _call(
         self, path: str, body: BaseModel | bytes, answer: type[Answer]

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.files import cut_at, lines_from_end
-from asyncrl.messages.tokens import Tokens
+from asyncrl.messages.tokens import Tokens, spans_of, split_spans
 from asyncrl.messages.trainer_api import BatchHeader
 
 if TYPE_CHECKING:
@@ -395,23 +395,9 @@ def loss_spans(
     header: BatchHeader, has_loss: BoolN, versions: npt.NDArray[np.int32]
 ) -> list[list[list[int]]]:
     """Return [start, end, version] of each run of loss tokens in each trajectory."""
-    label = np.where(has_loss, versions, -1)
-    changes = np.flatnonzero(np.diff(label)) + 1
-    starts = [entry.start for entry in header.trajectories]
-    ends = [entry.end for entry in header.trajectories]
-    first = np.searchsorted(changes, starts, side="right").tolist()
-    last = np.searchsorted(changes, ends, side="left").tolist()
-    spans = []
-    for start, end, low, high in zip(starts, ends, first, last, strict=True):
-        edges = [start, *changes[low:high].tolist(), end]
-        spans.append(
-            [
-                [begin - start, stop - start, int(label[begin])]
-                for begin, stop in pairwise(edges)
-                if label[begin] >= 0
-            ]
-        )
-    return spans
+    spans = spans_of(np.where(has_loss, versions, -1))
+    bounds = [(entry.start, entry.end) for entry in header.trajectories]
+    return [[list(span[:3]) for span in own] for own in split_spans(spans, bounds)]
 
 
 def hold_record(path: Path) -> None:

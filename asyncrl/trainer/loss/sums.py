@@ -52,7 +52,6 @@ class StepSums:
     size: int
     logprobs_M: Float32N
     entropies_M: Float32N
-    behaviour_M: Float32N
     loss: float
     stats: Counter[str]
     gaps: list[Gap] = field(default_factory=list)
@@ -61,7 +60,7 @@ class StepSums:
 
     @classmethod
     def join(cls, parts: Sequence[StepSums]) -> StepSums:
-        """Return the sums of a step from these of its parts, in the batch's order."""
+        """Return the sums over parts of a step, or over several steps, in their order."""
         stats = Counter[str]()
         for part in parts:
             stats.update(part.stats)
@@ -70,7 +69,6 @@ class StepSums:
             size=size,
             logprobs_M=np.concatenate([part.logprobs_M for part in parts]),
             entropies_M=np.concatenate([part.entropies_M for part in parts]),
-            behaviour_M=np.concatenate([part.behaviour_M for part in parts]),
             loss=sum(part.size * part.loss for part in parts) / max(size, 1),
             stats=stats,
             value_loss=ValueLoss.join([part.value_loss for part in parts]),
@@ -85,24 +83,22 @@ def version_metrics(
     """
     # A skipped step changed no weight. Its NaN would hide the loss of the others.
     taken = [step for step in steps if math.isfinite(step.grad_norm)]
-    num_seen = sum(len(step.logprobs_M) for step in steps)
-    stats = Counter[str]()
-    for step in steps:
-        stats.update(step.stats)
+    seen = StepSums.join(steps)
     # Later epochs see the same tokens again, under weights that have learned from them.
-    first_epoch = steps[: len(steps) // num_epochs]
-    columns = zip(
-        *((one.logprobs_M, one.behaviour_M, one.entropies_M) for one in first_epoch),
-        strict=True,
-    )
+    first = StepSums.join(steps[: len(steps) // num_epochs])
+    # In the same order: mini-batches are cut from the batch one after the other.
+    behaviour_M = batch.arrays.behaviour_logprobs[batch.has_loss]
     num_sampled = int(batch.arrays.is_sampled.sum())
     num_loss_tokens = int(batch.has_loss.sum())
     return {
         "policy/clip_fraction": 0.0,
-        **{f"policy/{name}": value / num_seen for name, value in stats.items()},
+        **{
+            f"policy/{name}": value / len(seen.logprobs_M)
+            for name, value in seen.stats.items()
+        },
         "policy/loss": _mean([step.loss for step in taken]),
         "policy/grad_norm": _mean([step.grad_norm for step in taken]),
-        **step_metrics.policy_metrics(*map(np.concatenate, columns)),
+        **step_metrics.policy_metrics(first.logprobs_M, behaviour_M, first.entropies_M),
         **step_metrics.gap_metrics(steps[0].gaps),
         "sample/masked_fraction": 1.0 - num_loss_tokens / num_sampled,
         "tokens/trained": float(num_loss_tokens),

@@ -184,9 +184,9 @@ class SupportRows(Entries):
         )
         return cls(row, id, ids, num_plain, target)
 
-    def sums(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return e^(x - h) [E] of the entries' logits x, where h is the highest of a
-        pair, and for each pair [R]: its logprob, entropy and highest logprob.
+    def scores(self, value_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logprob of each pair [R], its entropy and its highest logprob.
+        `value_E`: logits of the entries. Only the logprob has a gradient.
         """
         num_rows = len(self.target_R)
         zeros_R = value_E.new_zeros(num_rows)
@@ -194,6 +194,7 @@ class SupportRows(Entries):
             0, self.row_E, value_E.detach(), "amax"
         )
         change_E = value_E - highest_R[self.row_E]
+        # Sums of e^(x - h) over the logits x of a pair, whose highest is h.
         exponential_E = change_E.exp()
         sum_R = zeros_R.index_add(0, self.row_E, exponential_E)
         logsum_R = sum_R.log()
@@ -201,4 +202,4 @@ class SupportRows(Entries):
             product_R = zeros_R.index_add(0, self.row_E, change_E * exponential_E)
             entropy_R = logsum_R - product_R / sum_R
         logprob_R = change_E[self.target_R] - logsum_R
-        return exponential_E, logprob_R, entropy_R, -logsum_R.detach()
+        return logprob_R, entropy_R, -logsum_R.detach()

@@ -191,10 +191,10 @@ class _HeadScores(torch.autograd.Function):
         )
 
 
-class _SupportScores(torch.autograd.Function):
+class _SupportLogits(torch.autograd.Function):
     """The head over supports. Of the logits [R, V] it keeps the E entries, so the
-    backward pass computes no logits again, and neither pass takes the exponential of a
-    whole slice.
+    backward pass computes no logits again, and nobody takes the exponential of a whole
+    slice.
     """
 
     @staticmethod
@@ -205,7 +205,7 @@ class _SupportScores(torch.autograd.Function):
         bias_V: Tensor | None,
         supports: SupportRows,
         temperature: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         value_E = hidden_RD.new_empty(len(supports.ids), dtype=wide)
         for part in _slices(hidden_RD, weight_VD):
@@ -215,23 +215,18 @@ class _SupportScores(torch.autograd.Function):
             logits_RC = _logits(hidden_RD, weight_VD, bias_V, part, temperature)
             value_E[of_part.entries] = logits_RC[of_part.places]
             del logits_RC
-        exponential_E, *scores = supports.sums(value_E)
-        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, exponential_E)
+        ctx.save_for_backward(hidden_RD, weight_VD, bias_V)
         ctx.supports, ctx.temperature = supports, temperature
-        ctx.mark_non_differentiable(*scores[1:])
-        return tuple(scores)  # type: ignore[return-value]
+        return value_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RD, weight_VD, bias_V, exponential_E = ctx.saved_tensors
+        hidden_RD, weight_VD, bias_V = ctx.saved_tensors
         supports = ctx.supports
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        grad_R = grads[0] / ctx.temperature
-        sum_R = torch.zeros_like(grad_R).index_add(0, supports.row_E, exponential_E)
-        grad_E = (-grad_R / sum_R)[supports.row_E] * exponential_E
-        grad_E[supports.target_R] += grad_R
+        grad_E = grads[0] / ctx.temperature
         narrow_E = grad_E.to(weight_VD.dtype)
-        grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=sum_R.dtype)
+        grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=grad_E.dtype)
         grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
         grad_bias_V = None
         if bias_V is not None and needs_bias:
@@ -531,10 +526,10 @@ class Policy(nn.Module):
                 parts.append(head_scores(hidden_PD, *weights, target_P, use))
             if supports is not None:
                 hidden_RD = chosen_UD[num_plain:]
-                scores = _SupportScores.apply(  # type: ignore[no-untyped-call]
+                value_E = _SupportLogits.apply(  # type: ignore[no-untyped-call]
                     hidden_RD, *weights, supports, temperature
                 )
-                parts.append(Scores(*scores))
+                parts.append(Scores(*supports.scores(value_E)))
             return _joined(parts)
         logits_UV = (
             self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
@@ -549,7 +544,7 @@ class Policy(nn.Module):
         if supports is not None:
             of_supports_RV = logits_UV[num_plain:]
             value_E = of_supports_RV[supports.row_E, supports.id_E]
-            parts.append(Scores(*supports.sums(value_E)[1:]))
+            parts.append(Scores(*supports.scores(value_E)))
         return _joined(parts)
 
     def enable_gradient_checkpointing(self) -> None:

@@ -244,8 +244,7 @@ class TrainerRank(TrainedModel):
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
-        if self._parts:
-            self._drop_parts()  # of groups that are not in the batch
+        self._drop_parts()  # of groups that are not in the batch
         batch = self._read(header, arrays)
         objective.check_any_loss(header, arrays, batch.has_loss)
         self._numbers(batch)
@@ -280,7 +279,7 @@ class TrainerRank(TrainedModel):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self.spec.model_path)
         return TokenGrammars(tokenizer, self.vocab_size)
 
-    def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
+    def _numbers(self, batch: BatchNumbers) -> None:
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
         if self.reference is not None:
@@ -297,7 +296,6 @@ class TrainerRank(TrainedModel):
             self._use_in_step("compute values", CRITIC_WEIGHTS)
             batch.value_N = self.critic.values(batch)
         batch.advantage_N = self._objective.advantages(batch)
-        return batch
 
     @torch.no_grad()
     def _forward(
@@ -418,7 +416,6 @@ class TrainerRank(TrainedModel):
             size=numbers.size,
             logprobs_M=logprobs_N[chosen],
             entropies_M=entropies_N[chosen],
-            behaviour_M=batch.arrays.behaviour_logprobs[chosen],
             loss=shared_loss,
             stats=stats_sums,
         )
@@ -605,8 +602,7 @@ class TrainerRank(TrainedModel):
         be read.
         """
         self._offload.need("load a state", "weights", "optimizer")
-        if self._parts:
-            self._drop_parts()  # of the weights before
+        self._drop_parts()  # of the weights before
         self.before_change()
         # The loaded weights may have the version of chunks that were written before,
         # with other content.
@@ -665,8 +661,7 @@ class TrainerRank(TrainedModel):
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move parts to host memory. Raises Refused."""
         self._before_moves()
-        if self._parts:
-            self._drop_parts()  # train() adds them again
+        self._drop_parts()  # train() adds them again
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:

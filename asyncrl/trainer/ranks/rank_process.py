@@ -99,7 +99,11 @@ class TrainerService:
         call = CALLS[name]
         answer: object
         if call.on_all_ranks:
-            answer = await self._on_torch_thread(lambda: self._together(name, content))
+            # Not on the torch thread, which may run a step.
+            body = await asyncio.to_thread(call.read, content)
+            answer = await self._on_torch_thread(
+                lambda: self._together(name, content, body)
+            )
         else:
             answer = await call.function(self, call.read(content))
         return answer if isinstance(answer, BaseModel) else self.health()
@@ -108,19 +112,15 @@ class TrainerService:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._torch_thread, work)
 
-    def _together(
-        self, name: str, content: bytes, body: UnpackedBatch | None = None
-    ) -> object:
-        """Make a call on all ranks, from rank 0's torch thread. `body`: the content, if
-        it has been read. Raises its errors, and Refused.
+    def _together(self, name: str, content: bytes = b"", body: Any = b"") -> object:
+        """Make a call on all ranks, from rank 0's torch thread. `body`: the content as
+        the call reads it: a body that cannot be read would end the other ranks. Raises
+        its errors, and Refused.
         """
         if self._failure is not None:
             raise self._failure
         call = CALLS[name]
         asked = name.removesuffix("_together")
-        # Read it before the other ranks get it: a body that cannot be read would end
-        # them.
-        body = call.read(content) if body is None else body
         try:
             self.rank.ranks.send(name, content)
             return call.function(self, body)
@@ -177,7 +177,7 @@ class TrainerService:
             # On the torch thread, between two calls: a beat in the middle of a call
             # would mix two collectives. During a long call the beat waits, as the other
             # ranks are in that call too.
-            beating = self._torch_thread.submit(self._together, "beat", b"")
+            beating = self._torch_thread.submit(self._together, "beat")
             if (error := beating.exception()) is not None:
                 log.error("the beat between two calls has failed", exc_info=error)
 
@@ -251,12 +251,6 @@ class TrainerService:
         )
         return await self._step(content, batch)
 
-    async def add_part(self, content: bytes) -> None:
-        part = await asyncio.to_thread(api.unpack_batch, content)
-        await self._on_torch_thread(
-            lambda: self._together("add_part_together", content, part)
-        )
-
     async def _step(self, content: bytes, batch: UnpackedBatch) -> api.TrainResponse:
         def step() -> object:
             # A step that was sent early must not go before the export.
@@ -299,7 +293,7 @@ class TrainerService:
         if not wanted[1].set_running_or_notify_cancel():
             return
         try:
-            self._together("export_together", b"")
+            self._together("export_together")
             wanted[1].set_result(self.health())
         except Exception as error:  # the caller's, not the next step's
             wanted[1].set_exception(error)
@@ -308,7 +302,7 @@ class TrainerService:
         """Wait for the export that has begun, or begin one."""
         # Another call may take the export that this one begins.
         while (finish := self._take_begun()) is None:
-            await self._on_torch_thread(lambda: self._together("export_together", b""))
+            await self._on_torch_thread(lambda: self._together("export_together"))
         try:
             # Not on the torch thread, or the copy would hold up the next step.
             answer = await asyncio.to_thread(finish)
@@ -368,8 +362,7 @@ CALLS = {
     "train": RankCall(bytes, TrainerService.train, on_all_ranks=False),
     "train_next": RankCall(bytes, TrainerService.train_next, on_all_ranks=False),
     "train_together": RankCall(api.unpack_batch, TrainerService.train_together),
-    "add_part": RankCall(bytes, TrainerService.add_part, on_all_ranks=False),
-    "add_part_together": RankCall(
+    "add_part": RankCall(
         api.unpack_batch, lambda self, part: self.rank.add_part(*part)
     ),
     "evaluate": RankCall(api.unpack_batch, TrainerService.evaluate),
