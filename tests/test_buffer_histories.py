@@ -148,6 +148,8 @@ class BufferHistory(RuleBasedStateMachine):
             "num_issued",
             "_running",
             "_ready",
+            "_running_due",
+            "_ready_due",
         ):
             assert getattr(self.buffer.rule, name) == getattr(killed, name), name
 
