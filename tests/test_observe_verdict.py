@@ -238,13 +238,16 @@ def test_the_printed_advice_helps(tmp_path: Path, fault: str) -> None:
         )
         return summary
 
-    ill = run("ill", fault)
-    (advice,) = re.findall(r"(?:set|with) (\S+)\.$", ill["health"][0])
-    assert advice.partition("=")[0] == fault.partition("=")[0]
-    well = run("well", advice)
-    # measured: 0.17 and 0.29 for the learning rate, 0.14 and 0.23 for the KL term
-    assert well["reward"]["last"] > ill["reward"]["last"] + 0.03
-    assert well["health"] == []
+    found = [run("ill", fault)]
+    # Advice is a step toward a good value: KL coefficients of 0.6, then 0.2.
+    while found[-1]["health"]:
+        assert len(found) < 4, "the advice does not end"
+        (advice,) = re.findall(r"(?:set|with) (\S+)\.$", found[-1]["health"][0])
+        assert advice.partition("=")[0] == fault.partition("=")[0]
+        found.append(run(f"better-{len(found)}", advice))
+    rewards = [summary["reward"]["last"] for summary in found]
+    assert rewards == sorted(rewards)
+    assert rewards[-1] > rewards[0] + 0.03
 
 
 def test_imitation_may_reach_a_low_entropy() -> None:
