@@ -106,17 +106,20 @@ def read_run(folder: Path) -> Run:
 
 def decode(batch: int, blob: bytes) -> Branch:
     """A blob is compressed: the length of its head, the head as JSON, then each array:
-    the first bytes of all its numbers, all second bytes, and so on.
+    its numbers, or as bytes the first bytes of all its numbers, all second bytes, and so
+    on.
     """
     body = zlib.decompress(blob)
     start = 4 + int.from_bytes(body[:4], "little")
     arrays = dict[str, Any]()
     _, layout, head = json.loads(body[4:start])
-    for name, _, num_bytes in layout:
-        planes = np.frombuffer(body, np.uint8, num_bytes, start)
-        start += num_bytes
+    for name, dtype, count in layout:
+        array = np.frombuffer(body, dtype, count, start).copy()
+        start += array.nbytes
         if name != "routing":
-            arrays[name] = planes.reshape(4, -1).T.copy().view("<i4").reshape(-1)
+            if dtype == "|u1":
+                array = array.reshape(4, -1).T.copy()
+            arrays[name] = array.view("<i4").reshape(-1)
     ids_T = torch.from_numpy(arrays["ids"]).long()
     version_T = [-1] * len(ids_T)
     for begin, end, version, _ in arrays["spans"].reshape(-1, 4).tolist():

@@ -126,20 +126,20 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
 
 def _read_branch(blob: bytes) -> tuple[float, int, int, str]:
     """Reward, number of tokens, oldest version, and a digest of the int32 token ids.
-    Behind the head are the arrays, each in planes of bytes; `spans` has four numbers a
-    span: start, end, version, engine.
+    Behind the head are the arrays, of bytes if they are in planes; `spans` has four
+    numbers a span: start, end, version, engine.
     """
     body = zlib.decompress(blob)
     start = 4 + struct.unpack_from("<I", body)[0]
     _, layout, head = json.loads(body[4:start])
     arrays = {}
-    for name, _, num_bytes in layout:
-        arrays[name] = np.frombuffer(body, np.uint8, num_bytes, start)
-        start += num_bytes
-    ids, spans = (
-        arrays[name].reshape(4, -1).T.copy().view("<i4").reshape(-1)
-        for name in ("ids", "spans")
-    )
+    for name, dtype, count in layout:
+        array = np.frombuffer(body, dtype, count, start)
+        start += array.nbytes
+        if dtype == "|u1" and name in ("ids", "spans"):
+            array = array.reshape(4, -1).T.copy().view("<i4").reshape(-1)
+        arrays[name] = array
+    ids, spans = arrays["ids"], arrays["spans"]
     digest = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
     return head["reward"], len(ids), int(spans.reshape(-1, 4)[:, 2].min()), digest
 
