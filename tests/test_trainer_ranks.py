@@ -459,6 +459,7 @@ def test_steps_that_are_sent_ahead_run_in_order_with_exports_between() -> None:
         policy_version, offloaded, ranks = 0, (), Mock(size=1)
         device = SimpleNamespace(type="cpu")
         rollout_gaps = rollout_advantages = ()
+        meter = Mock()
 
         def train(self, header: BatchHeader, _: Tokens) -> dict[str, float]:
             time.sleep(0.01)
