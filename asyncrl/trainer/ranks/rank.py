@@ -244,7 +244,8 @@ class TrainerRank(TrainedModel):
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
-        self._drop_parts()  # of groups that are not in the batch
+        if self._parts:
+            self._drop_parts()  # of groups that are not in the batch
         batch = self._read(header, arrays)
         objective.check_any_loss(header, arrays, batch.has_loss)
         self._numbers(batch)
@@ -260,12 +261,14 @@ class TrainerRank(TrainedModel):
     def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch or a part, and find its loss tokens. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
-        if self._parts:
+        # A part that comes too late is refused below, and begins no step.
+        is_next = header.version == self.policy_version
+        if is_next and self._parts:
             self.meter.resume()
-        else:
+        elif is_next:
             self.meter.start()
             self._profiler.enter(self.policy_version + 1)
+        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         has_loss = objective.loss_tokens(header, arrays)
         # Takes the loss of forbidden tokens out of has_loss, in place.
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
