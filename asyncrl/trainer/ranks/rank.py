@@ -261,11 +261,10 @@ class TrainerRank(TrainedModel):
     def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch or a part, and find its loss tokens. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        # A part that comes too late is refused below, and begins no step.
-        is_next = header.version == self.policy_version
-        if is_next and self._parts:
+        # Before a refusal, too: the next part or batch does this again.
+        if self._parts:
             self.meter.resume()
-        elif is_next:
+        else:
             self.meter.start()
             self._profiler.enter(self.policy_version + 1)
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
