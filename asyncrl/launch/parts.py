@@ -43,12 +43,11 @@ def why_whole(config: RunConfig, placement: Placement) -> str:
         return "trainer.mini_batches or trainer.epochs gives several steps"
     if leaving_parts(config, moves=False):
         return "trainer.offload moves a part of the state within a step"
-    has_router_loss = trainer.router_aux_loss != 0
-    if has_router_loss and has_experts(read_architecture(config.model)):
+    architecture = read_architecture(config.model)
+    if trainer.router_aux_loss != 0 and has_experts(architecture):
         return "trainer.router_aux_loss is not 0, and its loss is of the whole batch"
     algorithms = [config.algorithm, *config.algorithms.values()]
-    reasons = filter(None, map(_why_whole, algorithms))
-    return next(reasons, "")
+    return next(filter(None, map(_why_whole, algorithms)), "")
 
 
 def _why_whole(algorithm: AlgorithmConfig) -> str:
