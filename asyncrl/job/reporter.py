@@ -744,7 +744,7 @@ def _without_early(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     early_s = metrics.get("perf/early_s", 0.0)
     waited_s = metrics.get("perf/wait_s", 0.0)
-    if early_s == 0.0 or waited_s == 0.0:
+    if not early_s or not waited_s:
         return dict(metrics)
     kept = max(0.0, 1.0 - early_s / waited_s)
     return {

@@ -432,8 +432,8 @@ def plan_run(
         return plan, tuple(messages)
     if config.buffer.max_staleness == 0 and config.trainer.stream == "auto":
         why = plan.placement.whole_because or (MOVES if plan.placement.moves else "")
-        text = f"off: {why}" if why else "on: groups are trained as they end"
-        messages.append(f"trainer.stream: auto is {text}")
+        what = f"off: {why}" if why else "on: groups are trained as they end"
+        messages.append("trainer.stream: auto is " + what)
     device = plan.placement.engines[0][0].name
     inexact = plan.shape.inexact
     is_embedded = config.rollout.engine == "embedded"

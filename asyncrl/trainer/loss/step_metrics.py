@@ -131,7 +131,8 @@ class StepMeter:
     def start(self) -> None:
         self._started_s = time.perf_counter()
         self._idle_s = self._started_s - self._ended_s
-        self._pauses = list[tuple[float, float]]()
+        self._pauses = list[list[float]]()
+        """Start and end of each wait for the next part."""
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens = 0
         self._flops = 0.0
@@ -141,10 +142,10 @@ class StepMeter:
         """Mark the end of a part of the batch, after which the rank may wait."""
         self.enter("")
         now_s = time.perf_counter()
-        self._pauses.append((now_s, now_s))
+        self._pauses.append([now_s, now_s])
 
     def resume(self) -> None:
-        self._pauses[-1] = (self._pauses[-1][0], time.perf_counter())
+        self._pauses[-1][1] = time.perf_counter()
 
     def note_whole(self) -> None:
         """Mark that the batch is whole, from any thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -141,10 +141,8 @@ class PartSum:
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(part, dtype=torch.int64)
             if part.numel():
-                bounds.append(part.abs().amax().double())
-            slices = torch.split(part, CONVERTED_AT_ONCE)
-            sums = torch.split(self._sums[name], CONVERTED_AT_ONCE)
-            for own, whole in zip(slices, sums, strict=True):
+                bounds.append(torch.linalg.vector_norm(part, math.inf))
+            for own, whole in _slices(part, self._sums[name]):
                 # In double: float32 would round the integers to 24 bits.
                 whole.add_(own.double().mul_(factor).round_().long())
             master.grad = None
@@ -153,24 +151,32 @@ class PartSum:
 
     @torch.no_grad()
     def finish(self, size: int) -> None:
-        """Set the gradient of the mean over all `size` tokens or sequences. An overflow
-        is infinite, as it would be in floats.
+        """Set the gradient of the mean over all `size` tokens or sequences. After an
+        overflow it is not finite, as it would be in floats.
         """
-        factor = 2.0**-PART_BITS / size
-        is_whole = self._bound < MOST_PART_SUM
+        factor = math.inf
+        if self._bound < MOST_PART_SUM:
+            factor = 2.0**-PART_BITS / size
         for name, whole in self._sums.items():
             master = self._masters.named[name]
             gradient = torch.empty_like(master)
-            target = local_of(gradient)
-            target.copy_(whole.view_as(target).double().mul_(factor))
-            if not is_whole:
-                target.fill_(math.inf)
+            target = local_of(gradient).view(-1)
+            for own, part in _slices(target, whole):
+                own.copy_(part.double().mul_(factor))
             master.grad = gradient
         self.drop()
 
     def drop(self) -> None:
         self._sums.clear()
         self._bound = 0.0
+
+
+def _slices(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(
+        torch.split(one, CONVERTED_AT_ONCE),
+        torch.split(other, CONVERTED_AT_ONCE),
+        strict=True,
+    )
 
 
 @dataclass(frozen=True)
