@@ -21,6 +21,7 @@ from job_runs import is_fork_server
 
 from asyncrl.base import files as staging
 from asyncrl.base.errors import ErrorBody, fatal_line
+from asyncrl.base.http import SECRET_ENV
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
 from asyncrl.launch.processes import (
@@ -315,3 +316,36 @@ def test_a_script_keeps_its_handler_of_sigterm() -> None:
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, earlier)
+
+
+def test_late_signals_of_a_server_reach_an_open_descriptor() -> None:
+    """Another thread may still be in the C handler of a signal when the loop has closed.
+    Its write must neither fail nor reach another file.
+    """
+    script = """
+import os, signal, socket, sys, threading
+from aiohttp import web
+from asyncrl.base.http import END, die_with_parent, serve
+
+die_with_parent()
+app = web.Application()
+
+async def end(_):
+    os.kill(os.getpid(), END)
+
+app.on_startup.append(end)
+serve(app, socket.create_server(("127.0.0.1", 0)).detach())
+wakeup = signal.set_wakeup_fd(-1)
+os.write(wakeup, bytes([signal.SIGTERM]))
+print("ended")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,  # its end would end the server
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, SECRET_ENV: "secret"},
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == "ended\n"

@@ -34,7 +34,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import ErrorBody, fatal_line, first_fault
 from asyncrl.base.host import leave_process
-from asyncrl.base.signals import END, STACKS, ignore_stops
+from asyncrl.base.signals import END, STACKS, call_at, ignore_stops
 from asyncrl.base.waits import within
 
 log = logging.getLogger("asyncrl.base.http")
@@ -402,7 +402,7 @@ def serve(app: web.Application, fd: int, *, ends_at_once: bool = False) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     loop = asyncio.new_event_loop()
     if not ends_at_once:
-        loop.add_signal_handler(END, _end_serving)
+        call_at(END, _end_serving, loop)
     web.run_app(
         app,
         # A socket object detects its family. If the server took the descriptor for a

@@ -8,11 +8,13 @@ by END, which only the controller sends, or at the end of their standard input.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import popen_fork, resource_tracker
 
 STOPS = (
@@ -59,6 +61,35 @@ def ignore_stops() -> None:
 
 
 def _ignore(*_: object) -> None: ...
+
+
+def call_at(
+    number: int, act: Callable[[], object], loop: asyncio.AbstractEventLoop
+) -> None:
+    """Let the main thread's loop call `act` at a signal. A process has one such signal.
+
+    A signal may reach another thread of this process, and the C handler then writes it
+    to the wakeup descriptor. `loop.add_signal_handler()` closes that descriptor with the
+    loop: such a write would fail, or go to the next file with its number. This one stays
+    open until the process ends.
+    """
+    reads, writes = socket.socketpair()
+    _wakeups.extend([reads, writes])
+    for end in (reads, writes):
+        end.setblocking(False)
+
+    def hear() -> None:
+        if number in reads.recv(4096):
+            act()
+
+    loop.add_reader(reads, hear)
+    # The loop ends before the process, and nobody reads the last signals.
+    signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+    signal.signal(number, _ignore)
+
+
+_wakeups: list[socket.socket] = []
+"""Kept, so that they stay open."""
 
 
 def block_stops() -> None:

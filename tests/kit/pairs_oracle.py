@@ -269,9 +269,11 @@ def check_words(run: Run) -> None:
     if run.keeps_cache:
         harmless.append(HARMLESS_WITH_OLD_CACHE)
     for log in (run.folder / "logs").glob("*.log"):
-        for line in log.read_text().splitlines():
+        lines = log.read_text().splitlines()
+        for number, line in enumerate(lines):
             is_harmless = any(sentence.search(line) for sentence in harmless)
-            assert is_harmless or not ALARM.search(line), f"{log.name}: {line}"
+            around = "\n".join(lines[max(number - 3, 0) : number + 30])
+            assert is_harmless or not ALARM.search(line), f"{log.name}: {around}"
     headline = json.loads((run.folder / "summary.json").read_text())["headline"]
     rewards = [line["reward/mean"] for line in run.metrics]
     claim = re.match("Learned|Got worse", headline)
