@@ -1,7 +1,8 @@
 """The launcher `sleeping`: its trainers sleep instead of computing, like a device
 elsewhere. Every token gets the logprob 0, and the weights stay.
 
-The environment variable ASYNCRL_SLEEP_US has the microseconds per token.
+The environment variable ASYNCRL_SLEEP_US has the microseconds per token. With
+ASYNCRL_COMPUTES set, the trainers also compute: they are slow, and learn as usual.
 `python -m asyncrl_simulated.sleeping_trainer --spec FILE --fd N`: rank of such a trainer.
 """
 
@@ -36,6 +37,13 @@ def main() -> None:
     from asyncrl.trainer.ranks import rank_process
 
     seconds = float(os.environ["ASYNCRL_SLEEP_US"]) / 1e6
+    compute = Policy.forward
+
+    def sleep_and_compute(
+        self: Policy, micro: MicroBatch, temperature: float = 1.0
+    ) -> Scores:
+        time.sleep(len(micro.pair_M) * seconds)
+        return compute(self, micro, temperature)
 
     def forward(self: Policy, micro: MicroBatch, temperature: float = 1.0) -> Scores:
         num_tokens = len(micro.pair_M)
@@ -45,7 +53,8 @@ def main() -> None:
         zeros = torch.zeros(num_tokens, device=micro.pair_M.device)
         return Scores(zeros + nothing, zeros, zeros)
 
-    Policy.forward = forward  # type: ignore[method-assign]
+    computes = "ASYNCRL_COMPUTES" in os.environ
+    Policy.forward = sleep_and_compute if computes else forward  # type: ignore[method-assign]
     rank_process.main()
 
 
