@@ -9,11 +9,11 @@ optimizer steps of the policy whose mean of ten steps reaches 0.8. A run that do
 reach a level has at least as many steps as it has trained, and says `>`.
 
 Differences are paired by seed, because the runs of a seed see the same prompts in the
-same order (checked). `of age 0`: geometric mean over the seeds of the ratio to the run of
-age 0 with the same seed, rate and loss, with its 95 % interval (Student's t of the
-logarithms), with `>` if a run did not reach the level. `p`: exact sign-flip test of no difference, which 5 seeds cannot bring below
-0.06. `seeds for 10 %`: seeds that show a difference of 10 % with a power of 0.8 at this
-scatter.
+same order (checked). `of age 0`: geometric mean over the seeds of the ratio to the run
+of age 0 with the same seed, rate and loss, with its 95 % interval (Student's t of the
+logarithms); `>` if a run did not reach the level. `p`: exact sign-flip test of no
+difference, which 5 seeds cannot bring below 0.06. `seeds for 10 %`: seeds that show a
+difference of 10 % with a power of 0.8 at this scatter.
 """
 
 from __future__ import annotations
