@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.base.signals import heard_stops, is_in_main_thread, usual_signals
 from asyncrl.config import RunConfig, load_config
-from asyncrl.config.load import config_from, name_of_config
+from asyncrl.config.load import checked, name_of_config
 from asyncrl.job.evaluate import evaluate as evaluate
 from asyncrl.job.lifecycle import SentSignals, new_run_dir
 from asyncrl.job.run_control import delete_run as delete_run
@@ -66,7 +66,7 @@ def run(
         name, loaded = name_of_config(Path(config)), load_config(config, overrides)
     else:
         values = config.model_dump() if isinstance(config, RunConfig) else config
-        name, loaded = "run", config_from(values, overrides)
+        name, loaded = "run", checked(RunConfig, values, overrides)
     folder = Path(run_dir or new_run_dir(name))
     signals = SentSignals()
 

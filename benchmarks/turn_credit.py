@@ -64,10 +64,10 @@ def of_rollout(rewards: Tensor, turns: Turns) -> Tensor:
     return grpo(sums, turns.group_R)[turns.rollout_B]
 
 
-def from_states(discount: float, weight: float = 1.0) -> Advantage:
+def from_states(discount: float) -> Advantage:
     def advantage(rewards: Tensor, turns: Turns) -> Tensor:
         to_gos = rewards_to_go(rewards, turns, discount)
-        return gigpo(rewards, to_gos, turns, weight)
+        return gigpo(rewards, to_gos, turns)
 
     return advantage
 

@@ -42,8 +42,8 @@ from job_runs import RUN, ended, environment, read_lines, roomy, wait_until
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import ScratchConfig
-from asyncrl.config.load import config_from
+from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.config.load import checked
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node
@@ -93,7 +93,7 @@ def refusal(pairs: Pair) -> str:
     config = config_of(dict(sorted(pairs)))
     del config["then"]
     try:
-        loaded = config_from(config, [])
+        loaded = checked(RunConfig, config)
         plan_run(loaded, nodes(), extra_servers(loaded))
     except ConfigError as refused:
         return str(refused)

@@ -231,23 +231,22 @@ def test_gigpo_by_hand() -> None:
         [(first, second, third), other],
         advantage="gigpo",
         turn_discount=0.5,
-        state_weight=0.25,
     )
     sums = grpo_by_hand([2.0, 1.0, 0.5])
     hall = grpo_by_hand([0.5, 2.0, 0.5])
     kitchen = grpo_by_hand([1.0, 0.5])
     expected = [
         [
-            sums[0] + 0.25 * hall[0],
-            sums[0] + 0.25 * kitchen[0],
-            sums[0] + 0.25 * hall[1],
+            sums[0] + hall[0],
+            sums[0] + kitchen[0],
+            sums[0] + hall[1],
         ],
-        [sums[1] + 0.25 * hall[2], sums[1]],
-        [sums[2] + 0.25 * kitchen[1], sums[2]],
+        [sums[1] + hall[2], sums[1]],
+        [sums[2] + kitchen[1], sums[2]],
     ]
     for of_rollout, by_hand in zip(found[0], expected, strict=True):
         assert of_rollout == pytest.approx(by_hand, abs=1e-5)
-    assert found[1][1][0] == pytest.approx(1.25, abs=1e-3)
+    assert found[1][1][0] == pytest.approx(2.0, abs=1e-3)
 
 
 # ---- settings

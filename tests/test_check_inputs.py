@@ -24,8 +24,8 @@ from tiny_model import SHAPE
 
 from asyncrl import cli
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import ScratchConfig
-from asyncrl.config.load import all_keys, config_from
+from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.config.load import all_keys, checked
 from asyncrl.trainer.model.model_trial import try_model
 from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
@@ -212,7 +212,7 @@ def test_check_and_run_refuse_the_same_architectures(tmp_path: Path) -> None:
     for key in (*SHAPE, "hidden_act", "rope_parameters", "layer_types", "hiden_size"):
         for value in (-1, 0, 3, 2.5, "x", None, [], {}, ["full_attention"]):
             scratch = {"characters": "ab", "architecture": {**SHAPE, key: value}}
-            config = config_from({**CONFIG, "model": {"scratch": scratch}})
+            config = checked(RunConfig, {**CONFIG, "model": {"scratch": scratch}})
             spec = ScratchSpec(
                 out=tmp_path / "model",
                 seed=0,

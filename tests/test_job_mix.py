@@ -116,19 +116,6 @@ def test_each_task_has_its_own_verifiers_environment() -> None:
     assert set(found.tasks) == {"a", "b"}
 
 
-def test_task_without_states_takes_no_weight_of_them() -> None:
-    task = {"generator": {"python": "a:b"}, "files": ["a.jsonl"], "reward": "math"}
-    own = task | {"name": "other", "algorithm": {"advantage": "rloo"}}
-    states = {"advantage": "gigpo", "turn_discount": 0.9, "state_weight": 0.5}
-    values = {
-        "model": {"path": "a/b"},
-        "algorithm": states,
-        "task": [task | {"name": "first"}, own],
-    }
-    found = RunConfig.model_validate(values).algorithms
-    assert (found["first"].state_weight, found["other"].advantage) == (0.5, "rloo")
-
-
 # ---- programs and limits
 
 

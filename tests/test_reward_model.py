@@ -43,7 +43,7 @@ from transformers import (
 from asyncrl.base.errors import ConfigError, RequestRefused, find_fatal
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, TaskConfig
-from asyncrl.config.load import config_from
+from asyncrl.config.load import checked
 from asyncrl.engines.role_client import RoleClient, annotate_by
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
@@ -282,13 +282,14 @@ ONE_LABEL = {"id2label": {"0": "LABEL_0"}}
 
 def config_of(folder: str, *, placement: object = "auto", **values: Any) -> RunConfig:
     task = {"files": [ROWS], "reward": {"model": {"path": folder, **values}}}
-    return config_from(
+    return checked(
+        RunConfig,
         {
             "model": {"scratch": {**SCRATCH, "characters": CHARACTERS}},
             "rollout": {**job_runs.CONFIG["rollout"], "max_prompt_tokens": 64},
             "task": task,
             "placement": {"reward": placement},
-        }
+        },
     )
 
 

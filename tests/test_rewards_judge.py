@@ -27,8 +27,8 @@ from scorer_cases import PROMPT, TOKENIZER, sampled
 from scoring_cases import SECTIONS
 
 from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
-from asyncrl.config import TaskConfig
-from asyncrl.config.load import config_from
+from asyncrl.config import RunConfig, TaskConfig
+from asyncrl.config.load import checked
 from asyncrl.extensions.scoring import judge
 from asyncrl.extensions.scoring.judge import (
     Judge,
@@ -629,14 +629,15 @@ def test_run_and_check_reach_the_judge(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "answer": "a"}))
     architecture = {"model_type": "llama", "vocab_size": 64}
-    config = config_from(
+    config = checked(
+        RunConfig,
         {
             "model": {"scratch": {"characters": "ab", "architecture": architecture}},
             "task": {
                 "files": [str(rows)],
                 "reward": {"judge": settings("http://127.0.0.1:9/v1")},
             },
-        }
+        },
     )
     with pytest.raises(ConfigError, match="the judge at http://127.0.0.1:9/v1 cannot"):
         validate(config)

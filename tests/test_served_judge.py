@@ -22,7 +22,8 @@ from vllm_process import vllm_process
 
 from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller
-from asyncrl.config.load import config_from
+from asyncrl.config import RunConfig
+from asyncrl.config.load import checked
 from asyncrl.engines.kinds import ServerOrder
 from asyncrl.extensions.scoring.judge import Judge
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
@@ -211,13 +212,14 @@ def config_of(
         for number, judge in enumerate(judges)
     ]
     model = {"scratch": job_runs.CONFIG["model"]["scratch"], "dtype": "float32"}
-    return config_from(
+    return checked(
+        RunConfig,
         {
             "model": model,
             "task": sections,
             "placement": placement,
             "rollout": rollout or {},
-        }
+        },
     )
 
 

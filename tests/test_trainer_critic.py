@@ -44,7 +44,7 @@ from asyncrl.base.http import CallRefused, Refused
 from asyncrl.config import RunConfig
 from asyncrl.config.load import checked
 from asyncrl.job.check.model_check import find_models
-from asyncrl.launch.memory import saved_bytes, trainer_memory
+from asyncrl.launch.memory import rank_memory, saved_bytes
 from asyncrl.launch.model_sizes import model_shape
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, StateRequest, TrainerHealth
@@ -473,7 +473,10 @@ def test_memory_plan_counts_the_critic() -> None:
     with_critic = run_config()
     without = run_config(critic=None, algorithm={})
     shape = model_shape(without.model)
-    sizes = [trainer_memory(one, shape, "cpu") for one in (without, with_critic)]
+    sizes = [
+        rank_memory(one, shape, "cpu").peak(one.offload_rules)
+        for one in (without, with_critic)
+    ]
     # The model is tied, so its critic has the same number of weights, up to the new head.
     assert sizes[1].parameters == 2 * sizes[0].parameters
     assert sizes[1].optimizer == 2 * sizes[0].optimizer

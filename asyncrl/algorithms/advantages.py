@@ -192,18 +192,16 @@ def turn_rloo(to_go_B: Tensor, turns: Turns) -> Tensor:
     return advantage_RT[turns.rollout_B, turns.turn_B]
 
 
-def gigpo(
-    reward_B: Tensor, to_go_B: Tensor, turns: Turns, state_weight: float
-) -> Tensor:
-    """Return grpo of the rollouts' sums of rewards, plus state_weight * grpo of the
-    rewards to go of turns from the same state, float64 [B].
+def gigpo(reward_B: Tensor, to_go_B: Tensor, turns: Turns) -> Tensor:
+    """Return grpo of the rollouts' sums of rewards, plus grpo of the rewards to go of
+    turns from the same state, float64 [B].
 
     A state that no other turn of the group shares adds 0. GiGPO,
     https://arxiv.org/abs/2505.10978, with the standard deviation as its F_norm.
     """
     sum_R = turns.table(reward_B).sum(1)
     of_rollout_B = grpo(sum_R, turns.group_R)[turns.rollout_B]
-    return of_rollout_B + state_weight * grpo(to_go_B, turns.state_B)
+    return of_rollout_B + grpo(to_go_B, turns.state_B)
 
 
 def gae(

@@ -135,8 +135,6 @@ class AlgorithmConfig(FrozenConfig):
     this per turn. For rloo, gigpo and `module:function` (none = one reward per rollout,
     or a turn's own).
     """
-    state_weight: Annotated[NonNegativeFloat, OnlyWith("advantage", ("gigpo",))] = 1.0
-    """Weight in gigpo of the comparison of turns that started from the same state."""
 
     @property
     def needs_critic(self) -> bool:

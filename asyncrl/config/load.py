@@ -113,14 +113,9 @@ def job_forms() -> dict[str, type[JobConfig]]:
     return forms
 
 
-def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    run_dir: str | Path | None = None,
-) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and check the config of a run, as load_job() does."""
-    return load_job(RunConfig, path, overrides, run_dir=run_dir)
+    return load_job(RunConfig, path, overrides)
 
 
 def load_job(
@@ -293,13 +288,6 @@ def _way_out_of(error: Exception, path: Path) -> str:
 
 def name_of_config(path: Path) -> str:
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
-
-
-def config_from(
-    values: object, overrides: Sequence[str] = (), path: str = "the config"
-) -> RunConfig:
-    """Check the settings of a run, as checked() does. Raises ConfigError."""
-    return checked(RunConfig, values, overrides, path)
 
 
 def checked(

@@ -161,9 +161,6 @@ class RunConfig(JobConfig):
         for name, task in self.tasks.items():
             own = task.algorithm.model_dump(exclude={"weight"}, exclude_none=True)
             values = self.algorithm.model_dump() | own
-            # The run's weight of states is for tasks that compare by states.
-            if values["advantage"] != "gigpo" and "state_weight" not in own:
-                del values["state_weight"]
             try:
                 found[name] = AlgorithmConfig.model_validate(values)
             except ValidationError as error:
@@ -426,7 +423,7 @@ class RunConfig(JobConfig):
         for name, task in self.tasks.items():
             key = f"{key_of('task', name)}.algorithm"
             own = task.algorithm
-            given = own.given("advantage", "turn_discount", "state_weight", "weight")
+            given = own.given("advantage", "turn_discount", "weight")
             if given and (self.algorithm.needs_critic or own.advantage == "gae"):
                 yield f"{key}.{given[0]} does not go with gae: one critic values all tasks; remove it"
                 return

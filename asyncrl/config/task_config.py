@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, Union
 from pydantic import (
     Discriminator,
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Tag,
@@ -87,8 +86,6 @@ class TaskAlgorithm(FrozenConfig):
     """Instead of algorithm.advantage; over this task's samples in the batch."""
     turn_discount: Fraction | None = None
     """Instead of algorithm.turn_discount."""
-    state_weight: NonNegativeFloat | None = None
-    """Instead of algorithm.state_weight."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Factor of this task's advantages in the loss."""
 

@@ -19,7 +19,8 @@ from asyncrl.job.build import make_held_out
 from asyncrl.job.check.config_check import check_everything
 from asyncrl.job.lifecycle import Lifecycle, new_run_dir
 from asyncrl.job.run_export import export_run
-from asyncrl.job.serve import make_scorers, open_agents, opened_lifecycle, start_engines
+from asyncrl.job.serve import open_agents, opened_lifecycle, start_engines
+from asyncrl.job.servers import make_scorers
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_dir import CONFIG_FILE, read_config
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
-from asyncrl.config import RunConfig, TaskConfig
+from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import (
@@ -36,7 +36,7 @@ from asyncrl.job.lifecycle import (
     num_rollouts,
     refuse_few_files,
 )
-from asyncrl.job.servers import ServerFactory, as_engine
+from asyncrl.job.servers import ServerFactory, as_engine, make_scorers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
@@ -55,7 +55,6 @@ from asyncrl.rollouts.rollout import (
     own_reward,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import make_prompt_source
 from asyncrl.tasks.task import PromptTask
 
@@ -361,19 +360,6 @@ async def _try_agent(
         if await try_rollouts(lifecycle, generator, prompts, num_tried, recorder)
         else 1
     )
-
-
-def make_scorers(
-    lifecycle: Lifecycle,
-    tokenizer: HFChatTokenizer,
-    tasks: Mapping[str, PromptTask],
-    settings: Mapping[str, TaskConfig],
-    seed: int,
-) -> Scorers:
-    """Return the scorers of tasks that ask no server of a run."""
-    scorers = Scorers(tasks, settings, tokenizer, seed=seed, warn=lifecycle.log.warn)
-    lifecycle.closes("rewards", scorers.aclose)
-    return scorers
 
 
 async def open_agents(

@@ -50,7 +50,7 @@ from asyncrl.messages.records import Batch, Rollout
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
-from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.scorer import ClientsOf, Scorers, no_clients
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
@@ -379,6 +379,27 @@ class ServerFactory:
         return files
 
 
+def make_scorers(
+    lifecycle: Lifecycle,
+    tokenizer: HFChatTokenizer,
+    tasks: Mapping[str, PromptTask],
+    settings: Mapping[str, TaskConfig],
+    seed: int,
+    clients_of: ClientsOf = no_clients,
+) -> Scorers:
+    """Make the scorers of tasks. `clients_of`: of the run's servers, which they may ask."""
+    scorers = Scorers(
+        tasks,
+        settings,
+        tokenizer,
+        seed=seed,
+        warn=lifecycle.log.warn,
+        clients_of=clients_of,
+    )
+    lifecycle.closes("rewards", scorers.aclose)
+    return scorers
+
+
 def forget_meeting(staging_dir: Path) -> None:
     """Remove the file where ranks met. New ranks would read the addresses of ended ones
     from it, and wait for these.
@@ -410,7 +431,6 @@ class Fleet:
         """
         config = lifecycle.config
         self._lifecycle = lifecycle
-        self._tokenizer = factory.tokenizer
         self.placement = factory.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
@@ -459,6 +479,9 @@ class Fleet:
         # Apart from `servers`, whose deaths Lifecycle reports as the cause of a
         # failure: a run may go on without these.
         self.side_servers = [extra.server for extra in self.extra.values()]
+        self.make_scorers = partial(
+            make_scorers, lifecycle, factory.tokenizer, clients_of=self.clients_of
+        )
 
     def _extra(self, extra: RoleServer) -> RoleServer:
         """Give a server its supervisor; the evaluation sets the way out of the run of its
@@ -518,24 +541,6 @@ class Fleet:
         """Return the clients of this class."""
         clients = (extra.client for extra in self.extra.values())
         return [client for client in clients if isinstance(client, kind)]
-
-    def make_scorers(
-        self,
-        tasks: Mapping[str, PromptTask],
-        settings: Mapping[str, TaskConfig],
-        seed: int,
-    ) -> Scorers:
-        """Make the scorers of tasks, which may ask servers of the run."""
-        scorers = Scorers(
-            tasks,
-            settings,
-            self._tokenizer,
-            seed=seed,
-            warn=self._lifecycle.log.warn,
-            clients_of=self.clients_of,
-        )
-        self._lifecycle.closes("rewards", scorers.aclose)
-        return scorers
 
     @property
     def eval_client(self) -> EngineClient | None:

@@ -211,11 +211,6 @@ class RankMemory:
         return sum(size for one, size in self.parts.items() if one in parts)
 
 
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
-    """Return the peak of a rank."""
-    return rank_memory(config, shape, device).peak(config.offload_rules)
-
-
 def rank_memory(
     config: RunConfig, shape: ModelShape, device: str, *, in_parts: bool = False
 ) -> RankMemory:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.memory import trainer_memory
+from asyncrl.launch.memory import rank_memory
 from asyncrl.launch.model_sizes import model_shape
 from asyncrl.launch.plan import size_text
 from asyncrl.messages.trainer_api import pack_batch
@@ -131,7 +131,8 @@ def repeats(bench: Bench, shape: str) -> None:
 
 def _planned(config: RunConfig) -> int:
     """Return the bytes that the plan of a run counts for the trainer."""
-    return trainer_memory(config, model_shape(config.model), "cuda:0").total
+    parts = rank_memory(config, model_shape(config.model), "cuda:0")
+    return parts.peak(config.offload_rules).total
 
 
 def _tell(

@@ -25,6 +25,7 @@ from asyncrl.base.errors import ConfigError, RolloutFailure, first_fault, needin
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.extensions.openenv.settings import ADDRESS, OpenEnvArgs
+from asyncrl.messages.json_values import fits
 from asyncrl.messages.records import Outcome
 
 RESET = "reset"
@@ -37,7 +38,8 @@ AT_A_LIMIT = ("context_length_exceeded", "rate_limit_exceeded")
 """The endpoint's codes for limits of a conversation."""
 FULL = "CAPACITY_REACHED"
 """The server's code for: no free place."""
-SCALARS = frozenset(("string", "integer", "number", "boolean"))
+SCALARS = ("", 0, False)
+"""One answer can be a value of a field whose types allow one of these."""
 BROKEN = ("timeout", "transport_error")
 """Kinds of errors of an MCP tool that are not answers of the tool."""
 ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
@@ -274,7 +276,8 @@ class OpenEnvHarness:
             (chosen,) = required
         others = [name for name in required if name != chosen]
         field = fields.get(chosen or "")
-        if field is None or not _is_scalar(field, schema) or others:
+        is_scalar = any(fits(each, field, schema, by_kind=True) for each in SCALARS)
+        if field is None or not is_scalar or others:
             raise ConfigError(
                 f"{self._said}: actions have the fields {', '.join(fields)}, of which "
                 f"{', '.join(required) or 'none'} must be given, and generator.args.action is {chosen}",
@@ -389,18 +392,6 @@ def _read_direct(url: str, timeout_s: float) -> bytes:
     with direct.open(url, timeout=timeout_s) as answer:
         content: bytes = answer.read()
     return content
-
-
-def _is_scalar(field: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Return whether one answer can be a value of a field of an action."""
-    if "$ref" in field:
-        name = field["$ref"].rpartition("/")[2]
-        return _is_scalar(schema["$defs"][name], schema)
-    choices = field.get("anyOf") or field.get("oneOf") or field.get("allOf")
-    if choices:
-        return any(_is_scalar(choice, schema) for choice in choices)
-    # A choice (enum, const) of texts has a type; a field of any type has none.
-    return field.get("type", "string") in SCALARS
 
 
 def _digest(text: str) -> str:

@@ -263,8 +263,7 @@ class Compare:
             group_B = turns.group_R[turns.rollout_B]
             to_go_B = rewards_to_go(reward_B, turns, settings.turn_discount)
             if settings.advantage == "gigpo":
-                state_weight = settings.state_weight
-                return gigpo(reward_B, to_go_B, turns, state_weight).float()
+                return gigpo(reward_B, to_go_B, turns).float()
             if settings.advantage in TURN_ADVANTAGES:
                 return turn_rloo(to_go_B, turns).float()
             reward_B = to_go_B

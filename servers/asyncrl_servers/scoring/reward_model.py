@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -113,7 +114,7 @@ class RewardModel:
         return self._aside.bring_back()
 
     def ids_of(self, request: RewardRequest) -> dict[str, list[int]]:
-        """Return what the tokenizer makes of a text, input_ids and perhaps
+        """Return what the tokenizer makes of a text: input_ids, attention_mask and perhaps
         token_type_ids. Raises Refused (400).
         """
         if self._spec.reads == "chat":
@@ -131,11 +132,7 @@ class RewardModel:
             encoded = self.tokenizer(request.question, request.completion)
         else:
             encoded = self.tokenizer(request.completion)
-        found = {
-            name: list(values)
-            for name, values in encoded.items()
-            if name != "attention_mask"
-        }
+        found = {name: list(values) for name, values in encoded.items()}
         if not 0 < (num := len(found["input_ids"])) <= self._max_length:
             raise Refused(
                 400,
@@ -143,30 +140,20 @@ class RewardModel:
                 rule="a cut text would get the score of another one",
                 way_out="lower rollout.max_tokens, or use a reward model with a larger context.",
             )
-        return found
+        return found | {"attention_mask": [1] * num}
 
     @torch.inference_mode()
     def scores(self, texts: Sequence[Mapping[str, list[int]]]) -> list[float]:
         """Return a score for each text, as transformers computes for it alone."""
-        length = max(len(text["input_ids"]) for text in texts)
         rows = {
-            name: [
-                text[name]
-                + [self._pad_id or 0 if name == "input_ids" else 0]
-                * (length - len(text[name]))
-                for text in texts
-            ]
+            name: pad_sequence(
+                [torch.tensor(text[name]) for text in texts],
+                batch_first=True,
+                padding_value=self._pad_id or 0 if name == "input_ids" else 0,
+            ).to(self._device)
             for name in texts[0]
         }
-        rows["attention_mask"] = [
-            [int(place < len(text["input_ids"])) for place in range(length)]
-            for text in texts
-        ]
-        given = {
-            name: torch.tensor(values, device=self._device)
-            for name, values in rows.items()
-        }
-        logits_BL: Tensor = self._model(**given).logits
+        logits_BL: Tensor = self._model(**rows).logits
         return logits_BL[:, self._spec.label].float().tolist()
 
 
