@@ -138,3 +138,18 @@ def test_any_kind_and_layout_give_a_plain_softmax(
     ]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def test_padding_costs_less_than_a_call_and_calls_are_few() -> None:
+    """With 60 short texts and a few of 17 tokens, most of a single call is padding."""
+    lengths = [3, 5, 7, 12] * 15 + [17] * 5
+    texts = [np.full(length + 1, index) for index, length in enumerate(lengths)]
+    layout = pack_texts(texts, CPU).layout
+    calls = attention.calls_of(layout, CPU)
+    num_padded = 0
+    for call in calls:
+        assert call.tiles is not None
+        num_padded += len(call.tiles.query_R) * len(call.tiles.key_R) // call.num_rows
+    num_needed = sum(-(-length // 8) * 8 * -(-length // 16) * 16 for length in lengths)
+    assert num_padded < 1.5 * num_needed
+    assert len(calls) <= 3
