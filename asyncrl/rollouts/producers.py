@@ -99,10 +99,6 @@ class RunningGroup:
             f"rollouts of {self.size}; r{index} {how_failed(num_attempts)}: {why}"
         )
 
-    def cancel(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-
 
 @dataclass(eq=False, kw_only=True)
 class Producers:
@@ -138,6 +134,11 @@ class Producers:
     on_finished: Callable[[Group], None] = lambda _: None
     last_failure: str = field(default="", init=False)
     _groups: dict[GroupId, RunningGroup] = field(default_factory=dict, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    """Of rollouts that hold a slot, or have held one."""
+    _admitting: asyncio.Task[None] | None = field(default=None, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+    """Of a rollout: a broken part of the run."""
     _failed_in_a_row: int = field(default=0, init=False)
     _set_aside: list[tuple[int, Prompt]] = field(default_factory=list, init=False)
     """Recent consecutive failures: (start version, prompt)."""
@@ -192,6 +193,17 @@ class Producers:
         return [group.prompt for group in self._groups.values()] + set_aside
 
     async def run(self) -> None:
+        """Admit groups; end all rollouts when cancelled. Raises the error of a rollout."""
+        self._admitting = asyncio.current_task()
+        try:
+            if self._error is None:
+                await self._admit()
+        finally:
+            await self.aclose()
+            if self._error is not None:
+                raise self._error
+
+    async def _admit(self) -> None:
         num_started = 0
         while True:
             await self._slots.wait_spare()
@@ -238,16 +250,13 @@ class Producers:
         )
         self._groups[group_id] = group
         for index in group.phases:
-            name = f"g{group_id}/r{index}"
             # The oldest group goes first: its deadline is the earliest, and its
             # siblings have begun to age.
             order = (ticket.start_version, group_id, index)
-            # before the task's first step: charged at once
-            self._slots.ask_nowait(name, order)
             # The number of the killed attempt, because it is a part of the seed.
             number, partial = unfinished.partials.get(index, (0, None))
             attempt = RolloutAttempt(
-                name,
+                f"g{group_id}/r{index}",
                 group_id,
                 group.prompt,
                 index,
@@ -256,12 +265,9 @@ class Producers:
                 self.journal,
                 on_phase=functools.partial(self._on_phase, group, index),
             )
-            task = self.spawn(
-                self._run_rollout(group, attempt, order), name=f"rollout {name}"
-            )
-            # even if the task never began
-            task.add_done_callback(functools.partial(self._give_back, name))
-            group.tasks.append(task)
+            # charged at once, before the task's first step
+            start = functools.partial(self._start, group, attempt, order)
+            self._slots.ask_nowait(attempt.rollout_id, order, start)
         for index, digest in awaited_of(group.rollouts).items():
             self._await_nowait(group, index, digest)
         if not group.phases:  # killed before its end was journaled
@@ -272,10 +278,12 @@ class Producers:
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
-        """Cancel running rollouts. Idempotent."""
+        """Cancel running rollouts, and wait for their end. Idempotent."""
         for group in self._groups.values():
-            group.cancel()
+            self._cancel(group)
         self._groups.clear()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def on_requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
         """`group` is None while it runs. The prompt is repeated up to max_requeues
@@ -283,7 +291,7 @@ class Producers:
         """
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
-            unused.cancel()
+            self._cancel(unused)
             self._withdraw(unused, f"its group was requeued ({reason})")
         self._counts["dropped"] += 1
         again = self._end_unused(
@@ -292,13 +300,35 @@ class Producers:
         if again is not None:
             self.source.requeue_nowait(again)
 
-    def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
-        self._slots.give_back_nowait(name)
-        if task.cancelled():
-            # A task keeps its CancelledError, whose frames hold the task; reading it
-            # releases it.
-            with contextlib.suppress(asyncio.CancelledError):
-                task.result()
+    def _start(
+        self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
+    ) -> None:
+        # Not by `spawn`: the run's TaskGroup would double the cost of a task.
+        task = asyncio.create_task(
+            self._run_rollout(group, attempt, order),
+            name=f"rollout {attempt.rollout_id}",
+        )
+        task.add_done_callback(self._on_ended)
+        self._tasks.add(task)
+        group.tasks.append(task)
+
+    def _on_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        # A cancelled task keeps its CancelledError, whose frames hold the task; reading
+        # it releases it.
+        with contextlib.suppress(asyncio.CancelledError):
+            error = task.exception()
+            if error is not None and self._error is None:
+                self._error = error
+                if self._admitting is not None:
+                    self._admitting.cancel()
+
+    def _cancel(self, group: RunningGroup) -> None:
+        for task in group.tasks:
+            task.cancel()
+        # also of rollouts whose task has not begun
+        for index in group.phases:
+            self._slots.give_back_nowait(f"g{group.ticket.group_id}/r{index}")
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
         group.phases[index] = phase

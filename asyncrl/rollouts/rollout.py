@@ -106,8 +106,8 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # By rollouts that hold or want a slot; done once they hold it.
-        self._asked: dict[str, asyncio.Future[None]] = {}
+        # Of rollouts that want a slot: each is called once, with the slot.
+        self._grants: dict[str, Callable[[], object]] = {}
         self._held: set[str] = set()
         # A heap. A name that has left stays until it is popped, since removing it would
         # cost a pass over the heap; _hand_out skips it.
@@ -118,18 +118,21 @@ class Slots:
     def num_held(self) -> int:
         return len(self._held)
 
-    def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
-        """Take or queue for a slot. Idempotent."""
-        if name not in self._asked:
-            self._asked[name] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._queue, (order, name))
-            self._hand_out()
+    def ask_nowait(
+        self, name: str, order: tuple[int, ...], grant: Callable[[], object]
+    ) -> None:
+        """Call `grant` once the rollout holds a slot: at once, or later."""
+        self._grants[name] = grant
+        heapq.heappush(self._queue, (order, name))
+        self._hand_out()
 
-    async def wait(self, name: str) -> None:
-        asked = self._asked[name]
-        if not asked.done():
+    async def wait(self, name: str, order: tuple[int, ...]) -> None:
+        """Return once the rollout holds a slot."""
+        if name not in self._held:
+            held = asyncio.Event()
+            self.ask_nowait(name, order, held.set)
             with waiting(self._what_is_free, on="a rollout that ends"):
-                await asked
+                await held.wait()
 
     async def wait_spare(self) -> None:
         with waiting(self._what_is_free, on="a rollout that ends"):
@@ -140,7 +143,8 @@ class Slots:
 
     def give_back_nowait(self, name: str) -> None:
         """Release the slot or leave the queue. Idempotent."""
-        if self._asked.pop(name, None) is not None:
+        self._grants.pop(name, None)
+        if name in self._held:
             self._held.discard(name)
             self._hand_out()
 
@@ -152,12 +156,10 @@ class Slots:
         held = self._held
         while len(held) < self.capacity and self._queue:
             name = heapq.heappop(self._queue)[1]
-            asked = self._asked.get(name)
-            if asked is not None:
+            grant = self._grants.pop(name, None)
+            if grant is not None:
                 held.add(name)
-                # cancelled just now; its end releases the slot
-                if not asked.done():
-                    asked.set_result(None)
+                grant()
         if len(held) < self.capacity:
             # The queue is empty here, so rollouts of admitted groups, retries included,
             # precede new groups.
@@ -342,12 +344,11 @@ class RolloutRunner:
         attempt.clock = RolloutClock(self._timeout_of(attempt.prompt))
         try:
             while True:
-                # Producers have asked for a first attempt; evaluations and retries do
-                # it here. By its old order a retry precedes newer groups.
-                slots.ask_nowait(attempt.rollout_id, order)
                 outcome: Rollout | RolloutFailure | None = None
                 try:
-                    await slots.wait(attempt.rollout_id)
+                    # Producers start a rollout with its slot; evaluations and retries
+                    # wait here. By its old order a retry precedes newer groups.
+                    await slots.wait(attempt.rollout_id, order)
                     # Status and watchdog show the age from here: a queued rollout is
                     # not a slow one.
                     self.started_s.setdefault(
