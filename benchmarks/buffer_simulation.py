@@ -181,7 +181,8 @@ class Simulation:
         self._take_if_formed()
         self._fill()
         if self.auto is not None:
-            lacks = not self._is_training and self.rule.lacks_groups
+            may_start = self._free_slots > 0 and not self._is_training
+            lacks = may_start and self.rule.lacks_groups
             self.auto.note(self.now_s, self.rule.num_running, lacks=lacks)
 
     def _fill(self) -> None:

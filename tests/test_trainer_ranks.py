@@ -8,10 +8,10 @@ import asyncio
 import signal
 import socket
 import stat
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -34,7 +34,7 @@ from trainer_cases import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, find_fatal
-from asyncrl.base.http import CallRefused, Refused
+from asyncrl.base.http import Caller, CallRefused, Refused
 from asyncrl.base.waits import Signal
 from asyncrl.config.offload_config import POLICY_STEP
 from asyncrl.messages.trainer_api import (
@@ -46,7 +46,9 @@ from asyncrl.messages.trainer_api import (
     StateRequest,
     Tokens,
     TrainerHealth,
+    TrainResponse,
     pack_batch,
+    unpack_batch,
 )
 from asyncrl.trainer.ranks.offload import local_of
 from asyncrl.trainer.ranks.rank import TrainerRank
@@ -311,6 +313,45 @@ def test_ranks_survive_a_refusal_and_end_with_the_parent(
         assert not (group.folder / "staging").exists()
 
 
+@pytest.mark.slow
+def test_ranks_train_batches_that_are_sent_ahead(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """A step that is refused takes the one after it along, on all ranks; a body that
+    is no batch goes to none.
+    """
+    batches = [pack_batch(*make_batch(version=v, seed=v)) for v in range(4)]
+    bad = [pack_batch(*make_batch(version=version)) for version in (6, 7)]
+    exports = list[str]()
+
+    async def post(caller: Caller, path: str, body: bytes) -> int:
+        report = await caller.post(path, body, TrainResponse, timeout_s=TIMEOUT_S)
+        return report.policy_version
+
+    async def steps(caller: Caller, *bodies: bytes) -> list[int | BaseException]:
+        paths = ("/train", "/train_next", "/train_next")
+        asked = [post(caller, *one) for one in zip(paths, bodies, strict=False)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    async def ahead(caller: Caller) -> None:
+        assert await steps(caller, *batches[:3]) == [1, 2, 3]
+        for refused in await steps(caller, *bad):
+            assert "at policy_version 3" in str(refused)
+        (broken,) = await steps(caller, batches[3][:-9])
+        assert isinstance(broken, CallRefused)
+        assert await steps(caller, batches[3]) == [4]
+
+    async def in_turn(caller: Caller) -> None:
+        for version, body in enumerate(batches):
+            assert await post(caller, "/train", body) == version + 1
+
+    for story in (ahead, in_turn):
+        with running(tiny_model_dir, tmp_path / story.__name__) as group:
+            group.ask(story)
+            exports.append(group.export().digest)
+    assert exports[0] == exports[1]
+
+
 ONE_BREAKS = """
 import torch
 def loss(tokens, settings):
@@ -451,18 +492,27 @@ def test_failure_of_rank_0_alone_is_told_by_the_health(error: Exception) -> None
 
 def test_steps_that_are_sent_ahead_run_in_order_with_exports_between() -> None:
     """The request of version 2 arrives before that of version 1; an export of the first
-    version above 1 is wanted from the beginning.
+    version above 1 is wanted from the beginning. The other ranks get the batch of
+    version 1 during step 0, and each batch before its step.
     """
-    done = list[str]()
+    done, sent, got_second = list[str](), list[str](), Event()
+
+    def send(name: str, body: bytes, *, early: bool = False) -> None:
+        if early:
+            body = b"batch %d" % unpack_batch(body)[0].version
+        if name != "export_together":
+            sent.append(f"{name} {body.decode()}")
+        if len([one for one in sent if "batch" in one]) == 2:
+            got_second.set()
 
     class Rank:
-        policy_version, offloaded, ranks = 0, (), Mock(size=1)
+        policy_version, offloaded, ranks = 0, (), Mock(size=2, send=send)
         device = SimpleNamespace(type="cpu")
         rollout_gaps = rollout_advantages = ()
         meter = Mock()
 
         def train(self, header: BatchHeader, _: Tokens) -> dict[str, float]:
-            time.sleep(0.01)
+            assert got_second.wait(TIMEOUT_S)
             if header.version != self.policy_version:
                 raise Refused(409, f"batch {header.version} at {self.policy_version}")
             self.policy_version += 1
@@ -495,10 +545,29 @@ def test_steps_that_are_sent_ahead_run_in_order_with_exports_between() -> None:
         for ahead in (service.train(bodies[4]), after):
             with pytest.raises(Refused, match="at 3"):
                 await ahead
+        assert [one for one in sent if "batch" in one] == [
+            f"{number} batch {version}"
+            for number, version in enumerate((0, 1, 2, 4, 5), 1)
+        ]
+        assert [one for one in sent if "train" in one] == [
+            f"train_together {number}" for number in range(1, 6)
+        ]
+        assert service._batches == {}
+        # It waits for nothing while a step is under way.
+        service._made_soon += 1
+        asked = asyncio.ensure_future(service.begin_export(BeginExportRequest(above=3)))
+        await asyncio.sleep(0)
+        assert service._torch_thread._work_queue.empty()
+        asked.cancel()
 
     service = service_of_ranks()
     service.rank = Rank()  # type: ignore[assignment]
     service._wanted, service._made_soon, service._num_broken = None, 0, 0
+    # A batch whose request was cancelled is not kept.
+    service._batches, service._num_batches = {0: Future()}, 0
     service._spec.staging_dir = Path("staging")
-    with ThreadPoolExecutor(1) as service._torch_thread:
+    with (
+        ThreadPoolExecutor(1) as service._torch_thread,
+        ThreadPoolExecutor(1) as service._bodies_thread,
+    ):
         asyncio.run(story())

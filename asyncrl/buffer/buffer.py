@@ -81,6 +81,8 @@ class Buffer:
         """During wait_batch: times at which the cause of the trainer's wait changed, and
         causes.
         """
+        self._is_asked = False
+        """A producer has a free slot and may not admit a group."""
         self._is_idle = True
         self._formed_early: Batch | None = None
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
@@ -118,10 +120,15 @@ class Buffer:
         """Wait until admit_nowait succeeds. Sleeps until cancelled once all groups are
         admitted.
         """
-        with waiting(
-            self._what_opens, on="a version served, or a group failed or requeued"
-        ):
-            await self._opened.wait_for(lambda: self.rule.num_open > 0)
+        self._is_asked = True
+        self._note_load()
+        try:
+            with waiting(
+                self._what_opens, on="a version served, or a group failed or requeued"
+            ):
+                await self._opened.wait_for(lambda: self.rule.num_open > 0)
+        finally:
+            self._is_asked = False
 
     def admit_nowait(self) -> Ticket:
         """Admit one group. Raises WouldWait if the staleness bound leaves no slot."""
@@ -383,10 +390,10 @@ class Buffer:
     def _note_load(self) -> None:
         if self._auto is not None:
             # The trainer lacks groups only while it waits, and only if a larger
-            # look-ahead could have helped. Stragglers, or groups that may start and
-            # find no free slot, are no reason to admit more.
+            # look-ahead could have helped. Stragglers, or groups that find no free
+            # slot, are no reason to admit more.
             is_waiting = self._causes is not None and self._is_idle
-            lacks = is_waiting and self.rule.lacks_groups
+            lacks = is_waiting and self._is_asked and self.rule.lacks_groups
             self._auto.note(
                 asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks
             )

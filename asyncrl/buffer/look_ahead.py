@@ -18,6 +18,8 @@ BATCH_IN_HAND = 0.9
 """Ready batches to keep: in simulations the fewest that keep the trainer 95 % busy."""
 SLACK = 0.3
 """Excess batches before lowering."""
+MARGIN = 0.25
+"""Fraction of the expected gain of a raise by 1 that noise may explain."""
 HOLD = 96
 """Batches before a refuted change is tried again."""
 
@@ -43,7 +45,7 @@ class LookAhead:
 
     Engines may slow down as more groups run. So a raise must make batches come faster,
     in proportion to look_ahead + 1; otherwise it is undone in part, and not repeated
-    for a while.
+    for a while. The first raise is by 1: a run that gains nothing does not go further.
 
     Example: batches of 4 groups. A group samples for 3 s, a step takes 1 s, so 3 batches must run, and 0.9
     be ready. With the first value, 2, the trainer lacks groups for half a second of each batch.
@@ -53,8 +55,8 @@ class LookAhead:
         >>> for batch in range(8):
         ...     auto.note(1.5 * batch + 1.0, num_running=8, lacks=True)
         ...     now = auto.batch_taken(1.5 * (batch + 1), num_groups=4, num_ready=0)
-        >>> now
-        4
+        >>> now  # 4 is the target, and the first raise is by 1
+        3
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -72,6 +74,8 @@ class LookAhead:
         # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
+        self._has_gained = False
+        """The last raise was not refuted."""
         # A refuted raise lowers the limit for HOLD batches. A raise after a lowering
         # forbids another lowering for as long. Without both, the value would swing on
         # noise.
@@ -128,6 +132,10 @@ class LookAhead:
         wanted = group_s / step_s + BATCH_IN_HAND
         target = min(math.ceil(wanted), self._limit)
         if lack > MIN_LACK_FRACTION and target > self.current:
+            if not self._has_gained:
+                if self._trial_of is not None:
+                    return  # until it is judged
+                target = self.current + 1
             # A second raise during a trial is judged against the time before the first
             # one.
             if self._trial_of is None:
@@ -154,8 +162,9 @@ class LookAhead:
         # gained less than noise explains. If batches come 1.2 times as fast after a
         # raise from 2 to 8, then ceil(3 * 1.2) - 1 = 3 would have done.
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
-        needed = max(look_ahead, math.ceil((look_ahead + 1) * gain) - 1)
-        if needed < self.current:
+        needed = max(look_ahead, math.ceil((look_ahead + 1) * gain - MARGIN) - 1)
+        self._has_gained = needed >= self.current
+        if not self._has_gained:
             self._limit, self._limit_until = needed, self._batch + HOLD
             self.current = needed
 

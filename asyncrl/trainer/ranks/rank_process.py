@@ -70,6 +70,11 @@ class TrainerService:
         self._torch_thread = ThreadPoolExecutor(1, "torch")
         # A separate thread, so that a slow engine does not hold up a step.
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
+        # Batches go to the other ranks while these compute the step before.
+        self._bodies_thread = ThreadPoolExecutor(1, "bodies")
+        self._batches: dict[int, Future[UnpackedBatch]] = {}
+        """Of the steps to come, by a number that grows with each."""
+        self._num_batches = 0
         self._failure: Refused | None = None
         self._begun: Finish | None = None
         self._wanted: tuple[int, Future[BaseModel]] | None = None
@@ -83,6 +88,7 @@ class TrainerService:
         if not self.rank.ranks.is_first:
             # Never returns: from now on the torch thread belongs to rank 0's commands.
             self._torch_thread.submit(self._follow)
+            self._bodies_thread.submit(self._receive)
         elif self.rank.ranks.size > 1:
             beat = threading.Thread(target=self._beat, name="beat", daemon=True)
             beat.start()
@@ -112,16 +118,24 @@ class TrainerService:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._torch_thread, work)
 
-    def _together(self, name: str, content: bytes = b"", body: Any = b"") -> object:
-        """Make a call on all ranks, from rank 0's torch thread. `body`: the content as
-        the call reads it: a body that cannot be read would end the other ranks. Raises
-        its errors, and Refused.
+    def _together(
+        self,
+        name: str,
+        content: bytes = b"",
+        body: Any = b"",
+        sent: Future[None] | None = None,
+    ) -> object:
+        """Make a call on all ranks, from rank 0's torch thread, once `sent` is done.
+        `body`: the content as the call reads it: a body that cannot be read would end
+        the other ranks. Raises its errors, and Refused.
         """
         if self._failure is not None:
             raise self._failure
         call = CALLS[name]
         asked = name.removesuffix("_together")
         try:
+            if sent is not None:
+                sent.result()
             self.rank.ranks.send(name, content)
             return call.function(self, body)
         # The ranks refuse together, or only rank 0 after its last collective. All go
@@ -169,6 +183,15 @@ class TrainerService:
             print(fatal_line(words), file=sys.stderr, flush=True)
             os._exit(1)
 
+    def _receive(self) -> None:
+        """Take the batches that rank 0 sends early."""
+        while True:
+            number, content = self.rank.ranks.wait_command(early=True)
+            self._batch(int(number)).set_result(api.unpack_batch(content))
+
+    def _batch(self, number: int) -> Future[UnpackedBatch]:
+        return self._batches.setdefault(number, Future())
+
     def _beat(self) -> None:
         """Keep the other ranks from running into their timeout between two calls."""
         never = threading.Event()
@@ -203,7 +226,12 @@ class TrainerService:
 
     # ---- calls on all ranks
 
-    def train_together(self, batch: UnpackedBatch) -> api.TrainResponse:
+    def train_together(self, number: int) -> api.TrainResponse:
+        batch = self._batch(number).result(self._spec.trainer.timeout_s)
+        # Also those of requests that were cancelled.
+        for old in [*self._batches]:
+            if old <= number:
+                del self._batches[old]
         return self._trained(self.rank.train(*batch))
 
     def evaluate(self, batch: UnpackedBatch) -> api.TrainResponse:
@@ -252,10 +280,18 @@ class TrainerService:
         return await self._step(content, batch)
 
     async def _step(self, content: bytes, batch: UnpackedBatch) -> api.TrainResponse:
+        self._num_batches = number = self._num_batches + 1
+        self._batch(number).set_result(batch)
+        sent = None
+        if self.rank.ranks.size > 1:
+            sent = self._bodies_thread.submit(
+                self.rank.ranks.send, str(number), content, early=True
+            )
+
         def step() -> object:
             # A step that was sent early must not go before the export.
             self._export_wanted()
-            return self._together("train_together", content, batch)
+            return self._together("train_together", b"%d" % number, number, sent)
 
         self._made_soon = batch[0].version + 1
         self._turn.notify()
@@ -281,7 +317,9 @@ class TrainerService:
             self._wanted[1].cancel()  # of a caller that is gone
         begun = Future[BaseModel]()
         self._wanted = asked.above, begun
-        self._on_torch_thread(self._export_wanted)
+        # Else a step is under way, and _step() asks again after it.
+        if self._made_soon <= self.rank.policy_version:
+            self._on_torch_thread(self._export_wanted)
         return await asyncio.wrap_future(begun)
 
     def _export_wanted(self) -> None:
@@ -361,7 +399,7 @@ CALLS = {
     "beat": RankCall(bytes, lambda self, _: self.rank.ranks.gather(None)),
     "train": RankCall(bytes, TrainerService.train, on_all_ranks=False),
     "train_next": RankCall(bytes, TrainerService.train_next, on_all_ranks=False),
-    "train_together": RankCall(api.unpack_batch, TrainerService.train_together),
+    "train_together": RankCall(int, TrainerService.train_together),
     "add_part": RankCall(
         api.unpack_batch, lambda self, part: self.rank.add_part(*part)
     ),

@@ -36,6 +36,7 @@ T = TypeVar("T")
 # next call does.
 BEATS = 2
 """Heartbeats per trainer.timeout_s."""
+NEVER = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Ranks:
     size: int = 1
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
+    bodies: dist.ProcessGroup | None = None
+    """Of commands that are sent early."""
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
 
@@ -71,6 +74,7 @@ class Ranks:
             self,
             mesh=None,
             commands=None,
+            bodies=None,
             group=group,
         )
 
@@ -113,23 +117,27 @@ class Ranks:
         for array in arrays:
             dist.all_reduce(torch.from_numpy(array), group=self.group)
 
-    def send(self, name: str, body: bytes) -> None:
-        """Send a command from rank 0 to the other ranks, which are in wait_command."""
+    def send(self, name: str, body: bytes, *, early: bool = False) -> None:
+        """Send a command from rank 0 to the other ranks, which are in wait_command.
+        `early` commands have threads of their own, which wait beside the others.
+        """
         if self.size == 1:
             return
+        group = self.bodies if early else self.commands
         head = name.encode()
         lengths = torch.tensor([len(head), len(body)])
         text = _bytes_tensor(head + body)
-        dist.broadcast(lengths, 0, group=self.commands)
-        dist.broadcast(text, 0, group=self.commands)
+        dist.broadcast(lengths, 0, group=group)
+        dist.broadcast(text, 0, group=group)
 
-    def wait_command(self) -> tuple[str, bytes]:
+    def wait_command(self, *, early: bool = False) -> tuple[str, bytes]:
         """Wait for a command of rank 0; return its name and body."""
+        group = self.bodies if early else self.commands
         lengths = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(lengths, 0, group=self.commands)
+        dist.broadcast(lengths, 0, group=group)
         len_head, len_body = lengths.tolist()
         text = torch.zeros(len_head + len_body, dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self.commands)
+        dist.broadcast(text, 0, group=group)
         name = _to_bytes(text[:len_head]).decode()
         return name, _to_bytes(text[len_head:])
 
@@ -152,7 +160,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         if is_cuda:
             torch.cuda.set_device(spec.local_rank)
 
-    def connect(store: Store) -> dist.ProcessGroup:
+    def connect(store: Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         select_device()
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         dist.init_process_group(
@@ -166,16 +174,20 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         # will.
         wait = timeout if spec.rank == 0 else 2 * timeout
         commands: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
-        return commands
+        # No beats here: the commands find a lost rank.
+        wait = timeout if spec.rank == 0 else NEVER
+        bodies: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
+        return commands, bodies
 
     select_device()
-    commands = meet(spec, connect)
+    commands, bodies = meet(spec, connect)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return Ranks(
         spec.rank,
         size,
         mesh=mesh,
         commands=commands,
+        bodies=bodies,
         timeout=timeout,
     )
 
