@@ -32,7 +32,7 @@ from asyncrl_servers.embedded.fixed_memory import FixedMemory
 from asyncrl_servers.embedded.slot_states import Cut, SlotStates, running
 
 NAME = "asyncrl_slots"
-LENGTH_STEP = 32
+LENGTH_STEP = 16
 CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
@@ -233,7 +233,7 @@ class Stretch:
     positions: Tensor
     """int64 [length]: 0, 1, .. of the keys."""
     own: Tensor
-    """int64 [end - start, 1, 1, tokens, 1]: positions of the queries."""
+    """int64 [end - start or 1, 1, 1, tokens, 1]: positions of the queries."""
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
@@ -283,7 +283,7 @@ class Pass:
     known: None = None
     _biases: dict[object, Tensor] = field(default_factory=dict)
     """Additive masks by stretch and kind: [slots * kv_heads, rows, length]; [1, rows,
-    length] for one slot.
+    length] if all slots have the same.
     """
 
     def attend(
@@ -396,10 +396,10 @@ class Pass:
             bias = torch.zeros_like(invalid, dtype=dtype).masked_fill_(
                 invalid, -torch.inf
             )
-            num_slots = stretch.end - stretch.start
+            num_masks = len(own)  # one for all slots that read the same positions
             shape = (
-                num_slots,
-                kv_heads if num_slots > 1 else 1,
+                num_masks,
+                kv_heads if num_masks > 1 else 1,
                 queries,
                 stretch.tokens,
                 stretch.length,
