@@ -283,7 +283,7 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
         [(8, 0), (16, 8), (17, 16)]
 
     Of rows that read the same number of positions, the last one fills the gap.
-        >>> moves_after_removal(0, np.array([20] * 11 + [3]))
+        >>> moves_after_removal(0, np.array([12] * 11 + [3]))
         [(11, 0)]
     """
     moves, gap, last = [], row, len(lengths) - 1
