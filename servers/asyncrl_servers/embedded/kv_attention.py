@@ -102,7 +102,8 @@ class CacheShape:
 
 
 class SlotCache:
-    """Keys and values [slots, kv_heads, positions, head_dim] of each attention call;
+    """Keys and values [slots, kv_heads, positions, head_dim] of each attention call (on a
+    CPU, keys are stored with the positions last);
     `routing`: ROUTED_TYPE [slots, positions, experts]; `states`: what recurrent layers
     keep.
     """
@@ -126,8 +127,14 @@ class SlotCache:
             if memory is None
             else partial(memory.zeros, dtype=dtype)
         )
+        # A CPU multiplies queries by keys in 0.3 to 0.9 of the time if the positions are
+        # innermost in memory.
+        is_turned = device.type == "cpu"
         self.keys = [
-            zeros(slots, one.kv_heads, longest, one.head_dim) for one in shape.layers
+            zeros(slots, one.kv_heads, one.head_dim, longest).mT
+            if is_turned
+            else zeros(slots, one.kv_heads, longest, one.head_dim)
+            for one in shape.layers
         ]
         self.values = [
             zeros(slots, one.kv_heads, longest, one.value_dim) for one in shape.layers
@@ -184,6 +191,8 @@ class SlotCache:
         if self.routing.shape[2]:
             cached.append(self.routing[:, :longest])
         for one in cached:
+            # In the order of memory, which takes half the time for keys on a CPU.
+            one = one if one.stride(-1) == 1 else one.mT
             # Half the time of an assignment to one[targets] on a CPU.
             one.index_copy_(0, both[0], one.index_select(0, both[1]))
         self.states.copy(sources, targets)
