@@ -17,7 +17,7 @@ ENGINES: dict[str, EngineCapabilities] = {
         returns_routing=True,
         reports_supports=True,
         exact_on="cpu",
-        kv_block=32,
+        kv_block=16,
         forward_tokens=1024,
         logit_copies=7,
     ),

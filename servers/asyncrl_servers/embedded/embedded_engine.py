@@ -425,7 +425,8 @@ def find_dependence(runner: Runner) -> str:
 
     def logits(n: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return logits in slot n - 1: of each of the last tokens, decoded; and of the
-        last one after a prefill of all tokens, and after a prefill of the second half.
+        last one after a prefill of all tokens, of the second half, and beside equal
+        texts.
         """
         slot = n - 1
         # Prompts of other lengths in all slots below, so that rows, padding and
@@ -435,6 +436,9 @@ def find_dependence(runner: Runner) -> str:
         decoded += [_decoded(runner, n, ids[at], at + 1) for at in range(first, total)]
         prefilled = [runner.step([(slot, ids, 0), *others])[0]]
         prefilled.append(runner.step([*others, (slot, ids, total // 2)])[-1])
+        # Neighbors that read the same positions share a stretch.
+        equal = [(other, ids, 0) for other in range(max(0, n - 4), n)]
+        prefilled.append(runner.step(equal)[-1])
         return decoded, prefilled
 
     alone, _ = logits(1)

@@ -186,12 +186,12 @@ class Runner:
 
     def read_stretches(self, parts: Sequence[Part]) -> list[Stretch]:
         stretches = []
-        for slot, _, start, end in parts:
+        for first, last, start, end in join_parts(parts):
             length = padded_length(end)
             own = self._positions[None, None, None, start:end, None]
             positions = self._positions[:length]
             stretches.append(
-                Stretch(slot, slot + 1, end - start, length, positions, own)
+                Stretch(first, last + 1, end - start, length, positions, own)
             )
         return stretches
 
@@ -276,6 +276,26 @@ def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
             calls[-1].append((slot, ids, start, end))
             room -= end - start
     return calls
+
+
+def join_parts(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+    """Return (first slot, last slot, start, end) of neighbors that read the same
+    positions, up to QUERY_CHUNK tokens.
+
+    Example: after new weights, three interrupted texts are read again.
+        >>> join_parts([(0, [5, 6], 0, 2), (1, [5, 7], 0, 2), (2, [5, 6, 8], 0, 3)])
+        [(0, 1, 0, 2), (2, 2, 0, 3)]
+    """
+    joined = list[tuple[int, int, int, int]]()
+    for slot, _, start, end in parts:
+        first = slot
+        if joined and joined[-1][1:] == (slot - 1, start, end):
+            before = joined[-1][0]
+            if (slot + 1 - before) * (end - start) <= QUERY_CHUNK:
+                first = before
+                joined.pop()
+        joined.append((first, slot, start, end))
+    return joined
 
 
 class DecodeGraphs:

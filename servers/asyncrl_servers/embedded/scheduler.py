@@ -275,7 +275,7 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
     together.
 
     Example: rows 0..7 have 90 tokens, 8..11 have 60, 12..15 have 50, and 16 and 17 have
-    20 and 10. In units of LENGTH_STEP the chunks' maxima are 3, 2 and 1. Row 0 ends: the
+    20 and 10. In units of LENGTH_STEP the chunks' maxima are 6, 4 and 2. Row 0 ends: the
     longest row of chunk 1 fills the gap, then the longest of chunk 2, then the last row.
     The last row in slot 0 instead would be read up to 96 positions in every step.
         >>> lengths = np.array([90] * 8 + [60] * 4 + [50] * 4 + [20, 10])
@@ -283,7 +283,7 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
         [(8, 0), (16, 8), (17, 16)]
 
     Of rows that read the same number of positions, the last one fills the gap.
-        >>> moves_after_removal(0, np.array([20] * 11 + [3]))
+        >>> moves_after_removal(0, np.array([12] * 11 + [3]))
         [(11, 0)]
     """
     moves, gap, last = [], row, len(lengths) - 1
