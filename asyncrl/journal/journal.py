@@ -61,14 +61,14 @@ _decided_s: ContextVar[float] = ContextVar("decided_s")
 
 
 class _Job(NamedTuple):
-    """A queued decision. `answer` None: nobody waits. `rollout`: has ended, and waits for
-    others of its group, until a decision that depends on them (the same `group_id`).
+    """A queued decision. `answer` None: nobody waits. `about`: its subject, most
+    often a group. `rollout`: of that group, which has ended.
     """
 
     decide: Callable[[sqlite3.Connection], object]
     answer: Future[Any] | None
     decided_s: float
-    group_id: GroupId | None = None
+    about: Any = None
     rollout: Rollout | None = None
 
 
@@ -80,38 +80,25 @@ def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
 ) -> Callable[Concatenate[Journal, Args], None]:
     def put(journal: Journal, /, *args: Args.args, **options: Args.kwargs) -> None:
-        journal._put(lambda connection: decide(connection, *args, **options))
-
-    return put
-
-
-def _after_rollouts(
-    decide: Callable[Concatenate[sqlite3.Connection, GroupId, Args], None],
-) -> Callable[Concatenate[Journal, GroupId, Args], None]:
-    """As _later, for a decision that must follow the ended rollouts of its group."""
-
-    def put(
-        journal: Journal, /, group_id: GroupId, *args: Args.args, **options: Args.kwargs
-    ) -> None:
-        def decide_later(connection: sqlite3.Connection) -> None:
-            decide(connection, group_id, *args, **options)
-
-        journal._put(decide_later, group_id=group_id)
+        journal._put(
+            lambda connection: decide(connection, *args, **options), about=args[0]
+        )
 
     return put
 
 
 def _decide_all(connection: sqlite3.Connection, jobs: Sequence[_Job]) -> list[object]:
-    """Write the decisions in order, and rollouts of a group in one piece."""
+    """Apply decisions in order. Rollouts of a group are written together, before the
+    next decision about it.
+    """
     outcomes = list[object]()
-    ended = dict[GroupId, list[Rollout]]()
+    ended = dict[Any, list[Rollout]]()
     for job in jobs:
         _decided_s.set(job.decided_s)
-        if job.group_id is not None:
-            if job.rollout is not None:
-                ended.setdefault(job.group_id, []).append(job.rollout)
-            elif job.group_id in ended:
-                _add_rollouts(connection, job.group_id, ended.pop(job.group_id))
+        if job.rollout is not None:
+            ended.setdefault(job.about, []).append(job.rollout)
+        elif job.about in ended:
+            _add_rollouts(connection, job.about, ended.pop(job.about))
         outcomes.append(job.decide(connection))
     for group_id, rollouts in ended.items():
         _add_rollouts(connection, group_id, rollouts)
@@ -525,10 +512,10 @@ class Journal:
 
     add_admission_nowait = _later(_add_admission)
     add_segment_nowait = _later(_add_segment)
-    add_failure_nowait = _after_rollouts(_add_failure)
-    add_scores_nowait = _after_rollouts(_add_scores)
-    add_lost_tokens_nowait = _after_rollouts(_add_lost_tokens)
-    end_group_nowait = _after_rollouts(_end_group)
+    add_failure_nowait = _later(_add_failure)
+    add_scores_nowait = _later(_add_scores)
+    add_lost_tokens_nowait = _later(_add_lost_tokens)
+    end_group_nowait = _later(_end_group)
     add_training_nowait = _later(_add_training)
     add_push_nowait = _later(_add_push)
     note_nowait = _later(_note)
@@ -536,7 +523,7 @@ class Journal:
     add_event_nowait = _later(_add_event)
 
     def add_rollout_nowait(self, group_id: GroupId, rollout: Rollout) -> None:
-        self._put(_nothing, group_id=group_id, rollout=rollout)
+        self._put(_nothing, about=group_id, rollout=rollout)
 
     async def add_batch(self, batch: Batch) -> None:
         """Assign the groups to this batch for good; its step counts after this returns.
@@ -600,14 +587,14 @@ class Journal:
         decide: Callable[[sqlite3.Connection], object],
         answer: Future[Any] | None = None,
         *,
-        group_id: GroupId | None = None,
+        about: Any = None,
         rollout: Rollout | None = None,
     ) -> None:
         if self._error is not None:
             raise self._error
         if self._is_closed:
             raise JournalError(f"{self.path} is closed")
-        self._queue.put(_Job(decide, answer, time.time(), group_id, rollout))
+        self._queue.put(_Job(decide, answer, time.time(), about, rollout))
         if answer is not None:
             self._is_awaited.set()
 
