@@ -148,7 +148,8 @@ class OpenWait:
         loop = asyncio.get_running_loop()
         self.task, self.since_s = asyncio.current_task(loop), loop.time()
         self.who = self._declared or self._named()
-        self.kind = self.who, self._code, self.what, self.on
+        # By id: the hash of a code object is that of all its names and constants.
+        self.kind = self.who, id(self._code), self.what, self.on
         if (table := _OPEN.get(loop)) is None:
             table = _OPEN[loop] = OpenWaits()
         self._table = table

@@ -61,11 +61,15 @@ _decided_s: ContextVar[float] = ContextVar("decided_s")
 
 
 class _Job(NamedTuple):
-    """A queued decision. `answer` None: nobody waits."""
+    """A queued decision. `answer` None: nobody waits. `about`: its subject, most
+    often a group. `rollout`: of that group, which has ended.
+    """
 
     decide: Callable[[sqlite3.Connection], object]
     answer: Future[Any] | None
     decided_s: float
+    about: Any = None
+    rollout: Rollout | None = None
 
 
 # Each decision is a module function that takes the connection, so that it cannot touch
@@ -76,9 +80,33 @@ def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
 ) -> Callable[Concatenate[Journal, Args], None]:
     def put(journal: Journal, /, *args: Args.args, **options: Args.kwargs) -> None:
-        journal._put(lambda connection: decide(connection, *args, **options))
+        journal._put(
+            lambda connection: decide(connection, *args, **options), about=args[0]
+        )
 
     return put
+
+
+def _decide_all(connection: sqlite3.Connection, jobs: Sequence[_Job]) -> list[object]:
+    """Apply decisions in order. Rollouts of a group are written together, before the
+    next decision about it.
+    """
+    outcomes = list[object]()
+    ended = dict[Any, list[Rollout]]()
+    for job in jobs:
+        _decided_s.set(job.decided_s)
+        if job.rollout is not None:
+            ended.setdefault(job.about, []).append(job.rollout)
+        elif job.about in ended:
+            _add_rollouts(connection, job.about, ended.pop(job.about))
+        outcomes.append(job.decide(connection))
+    for group_id, rollouts in ended.items():
+        _add_rollouts(connection, group_id, rollouts)
+    return outcomes
+
+
+def _nothing(connection: sqlite3.Connection) -> None:
+    pass
 
 
 def _text(given: object) -> str:
@@ -136,40 +164,57 @@ def _add_segment(
         )
 
 
-def _add_rollout(
-    connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout
+def _add_rollouts(
+    connection: sqlite3.Connection, group_id: GroupId, rollouts: Sequence[Rollout]
 ) -> None:
-    sample_index = rollout[0].sample_index
-    # The condition of _is_running, in the same statement for speed.
+    """Record rollouts that have ended. One statement for all takes half as long as one
+    for each.
+    """
+    samples = [(group_id, rollout[0].sample_index) for rollout in rollouts]
+    branches = [branch for rollout in rollouts for branch in rollout]
     # SQLite's min() with a NULL is NULL, and a rollout may have no sampled token.
     is_running = connection.execute(
-        "UPDATE groups SET num_rollouts = num_rollouts + 1,"
+        "UPDATE groups SET num_rollouts = num_rollouts + :num_rollouts,"
         " num_sampled = num_sampled + :num_sampled, reward_sum = reward_sum + :reward,"
         " oldest_version = min(coalesce(oldest_version, :oldest), coalesce(:oldest, oldest_version))"
-        f" WHERE group_id = :group AND state = 'running' AND NOT ({_HAS_ENDED})",
+        " WHERE group_id = :group AND state = 'running'",
         {
-            "num_sampled": sum(branch.num_sampled for branch in rollout),
-            "reward": float(rollout[0].reward),
-            "oldest": _oldest_version([rollout]),
+            "num_rollouts": len(rollouts),
+            "num_sampled": sum(branch.num_sampled for branch in branches),
+            "reward": sum(float(rollout[0].reward) for rollout in rollouts),
+            "oldest": _oldest_version(rollouts),
             "group": group_id,
-            "sample": sample_index,
         },
     ).rowcount
     if not is_running:
-        _is_running(connection, group_id, sample_index)  # may refuse
+        _is_running(connection, group_id, samples[0][1])  # may refuse
         return
-    for branch in rollout:
-        blob = encode_trajectory(group_id, branch)
-        connection.execute(
-            "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
-            (group_id, sample_index, branch.branch, blob),
-        )
+    # A rollout ends once: the table refuses a second trajectory.
+    ended = "SELECT sample_index FROM failures WHERE group_id = ?"
+    for (sample_index,) in connection.execute(ended, (group_id,)):
+        if (group_id, sample_index) in samples:
+            raise _ended_already(group_id, sample_index)
+    connection.executemany(
+        "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
+        [
+            (
+                group_id,
+                branch.sample_index,
+                branch.branch,
+                encode_trajectory(group_id, branch),
+            )
+            for branch in branches
+        ],
+    )
     # Not _lose(): the tokens of the partial completion are in the trajectory now, and
     # would be counted twice.
-    connection.execute(
-        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?",
-        (group_id, sample_index),
+    connection.executemany(
+        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", samples
     )
+
+
+def _ended_already(group_id: GroupId, sample_index: int) -> JournalError:
+    return JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
 
 
 def _oldest_version(rollouts: Iterable[Rollout]) -> int | None:
@@ -412,7 +457,7 @@ def _is_running(
 ) -> bool:
     state, has_ended = _rollout(connection, group_id, sample_index)
     if state == "running" and has_ended:
-        raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
+        raise _ended_already(group_id, sample_index)
     return state == "running"
 
 
@@ -467,7 +512,6 @@ class Journal:
 
     add_admission_nowait = _later(_add_admission)
     add_segment_nowait = _later(_add_segment)
-    add_rollout_nowait = _later(_add_rollout)
     add_failure_nowait = _later(_add_failure)
     add_scores_nowait = _later(_add_scores)
     add_lost_tokens_nowait = _later(_add_lost_tokens)
@@ -477,6 +521,9 @@ class Journal:
     note_nowait = _later(_note)
     add_epoch_nowait = _later(_add_epoch)
     add_event_nowait = _later(_add_event)
+
+    def add_rollout_nowait(self, group_id: GroupId, rollout: Rollout) -> None:
+        self._put(_nothing, about=group_id, rollout=rollout)
 
     async def add_batch(self, batch: Batch) -> None:
         """Assign the groups to this batch for good; its step counts after this returns.
@@ -491,7 +538,7 @@ class Journal:
 
     async def flush(self) -> None:
         """Wait until everything queued is durable. Raises JournalError."""
-        await self._durable(lambda connection: None, "the journal to be durable")
+        await self._durable(_nothing, "the journal to be durable")
 
     async def wait_failed(self) -> None:
         """Raise the first error of the writer's thread; else wait forever. Decisions
@@ -539,12 +586,15 @@ class Journal:
         self,
         decide: Callable[[sqlite3.Connection], object],
         answer: Future[Any] | None = None,
+        *,
+        about: Any = None,
+        rollout: Rollout | None = None,
     ) -> None:
         if self._error is not None:
             raise self._error
         if self._is_closed:
             raise JournalError(f"{self.path} is closed")
-        self._queue.put(_Job(decide, answer, time.time()))
+        self._queue.put(_Job(decide, answer, time.time(), about, rollout))
         if answer is not None:
             self._is_awaited.set()
 
@@ -571,7 +621,8 @@ class Journal:
             # block get().
             while not self._queue.empty() and (job := self._queue.get()) is not None:
                 jobs.append(job)
-            for (_, answer, _), outcome in zip(jobs, self._write(jobs), strict=True):
+            for written, outcome in zip(jobs, self._write(jobs), strict=True):
+                answer = written.answer
                 # Answers are given after the COMMIT. set_running_or_notify_cancel is
                 # False if the caller was cancelled, and prevents a cancellation between
                 # here and set_result, which would raise in this thread.
@@ -593,12 +644,9 @@ class Journal:
             # first fails at its first write, without waiting, if another connection
             # wrote in between.
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = []
-            for job in jobs:
-                # One refused decision rolls back all of this commit. None has been
-                # answered yet.
-                _decided_s.set(job.decided_s)
-                outcomes.append(job.decide(self._connection))
+            # One refused decision rolls back all of this commit. None has been answered
+            # yet.
+            outcomes = _decide_all(self._connection, jobs)
             if costs := self.costs():
                 earlier = self._earlier_costs
                 totals = {name: earlier.get(name, 0) + costs[name] for name in costs}

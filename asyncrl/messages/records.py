@@ -183,7 +183,9 @@ class Credit:
     state: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, and never changed, like the Trajectory: both are made for each rollout, and
+# a frozen one takes three times as long.
+@dataclass(unsafe_hash=True, slots=True)
 class PolicyCall:
     """One call of the policy in a trajectory, which sampled tokens [start, end).
 
@@ -202,7 +204,7 @@ class PolicyCall:
     agent: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """One branch of a finished rollout.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -328,7 +328,7 @@ class Tokens:
                 calls.append(_moved(call, start + call.start, start + call.end))
             start += len(part.ids)
         columns = {}
-        for name in dict.fromkeys(name for part in parts for name in part.columns):
+        for name in {name: None for part in parts for name in part.columns}:
             values = _joined(COLUMNS[name], parts)
             if values is not None:
                 columns[name] = values
@@ -430,6 +430,7 @@ def bounds_of(sizes: Sequence[int], num_items: int) -> list[tuple[int, int]]:
     return bounds
 
 
+@cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype of an array in Tokens.arrays()."""
     return np.dtype(COLUMNS[name].dtype if name in COLUMNS else "<i4")
@@ -498,20 +499,19 @@ def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
     """Return the column over all parts, with fills where a part lacks it, or None if it
     must be dropped. At least one part has it.
     """
-    known = [part.columns[column.name] for part in parts if column.name in part.columns]
-    # A part of context only needs no value: the column stays if all sampled tokens have
-    # one.
-    if column.fill is None and any(
-        part.spans and column.name not in part.columns for part in parts
-    ):
-        return None
+    links: list[Any] = [part.columns.get(column.name) for part in parts]
     # E is not declared: it is the model's layers with routers times the experts of a
     # token.
-    width = known[0].shape[1] if column.shape == "several" else 0  # type: ignore[union-attr]
-    links: list[Any] = []
-    for part in parts:
-        values = part.columns.get(column.name)
-        links.append(column.filled(len(part.ids), width) if values is None else values)
+    width = 0
+    if column.shape == "several":
+        width = next(values.shape[1] for values in links if values is not None)
+    for place, part in enumerate(parts):
+        if links[place] is None:
+            # A part of context only needs no value: the column stays if all sampled
+            # tokens have one.
+            if column.fill is None and part.spans:
+                return None
+            links[place] = column.filled(len(part.ids), width)
     if column.shape == "any":
         return Ragged(*(np.concatenate(arrays) for arrays in zip(*links, strict=True)))
     joined: npt.NDArray[np.generic] = np.concatenate(links)

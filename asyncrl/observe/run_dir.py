@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
@@ -250,7 +251,7 @@ def append_lines(path: Path, lines: Iterable[object]) -> None:
     """End an incomplete line first; write NaN and infinity as null. Raises OSError."""
     # A killed run may have left half a line. The next line would continue it, and both
     # would be lost.
-    texts = [json.dumps(_finite(line), default=methodcaller("item")) for line in lines]
+    texts = [_json_text(line) for line in lines]
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -260,8 +261,16 @@ def append_lines(path: Path, lines: Iterable[object]) -> None:
         file.write("".join(f"{text}\n" for text in texts).encode())
 
 
+def _json_text(value: object, indent: int | None = None) -> str:
+    """Return JSON, with null for NaN and infinity: JSON has neither."""
+    write = partial(json.dumps, default=methodcaller("item"), indent=indent)
+    try:
+        return write(value, allow_nan=False)
+    except ValueError:
+        return write(_finite(value))
+
+
 def _finite(value: object) -> object:
-    """Replace NaN and infinity by null: JSON has neither."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -360,9 +369,7 @@ class Recorder:
     def write_status(self, status: Mapping[str, object]) -> None:
         """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
-        replace_text(
-            self.run_dir / STATUS_FILE, json.dumps(_finite(body), indent=2) + "\n"
-        )
+        replace_text(self.run_dir / STATUS_FILE, _json_text(body, indent=2) + "\n")
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:

@@ -100,6 +100,12 @@ class RunningGroup:
         )
 
 
+def _release(task: asyncio.Task[None]) -> None:
+    """Read a cancelled task's CancelledError, whose frames hold the task."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.result()
+
+
 @dataclass(eq=False, kw_only=True)
 class Producers:
     """Run groups from admission to the buffer.
@@ -134,11 +140,6 @@ class Producers:
     on_finished: Callable[[Group], None] = lambda _: None
     last_failure: str = field(default="", init=False)
     _groups: dict[GroupId, RunningGroup] = field(default_factory=dict, init=False)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
-    """Of rollouts that hold a slot, or have held one."""
-    _admitting: asyncio.Task[None] | None = field(default=None, init=False)
-    _error: BaseException | None = field(default=None, init=False)
-    """Of a rollout: a broken part of the run."""
     _failed_in_a_row: int = field(default=0, init=False)
     _set_aside: list[tuple[int, Prompt]] = field(default_factory=list, init=False)
     """Recent consecutive failures: (start version, prompt)."""
@@ -193,17 +194,6 @@ class Producers:
         return [group.prompt for group in self._groups.values()] + set_aside
 
     async def run(self) -> None:
-        """Admit groups; end all rollouts when cancelled. Raises the error of a rollout."""
-        self._admitting = asyncio.current_task()
-        try:
-            if self._error is None:
-                await self._admit()
-        finally:
-            await self.aclose()
-            if self._error is not None:
-                raise self._error
-
-    async def _admit(self) -> None:
         num_started = 0
         while True:
             await self._slots.wait_spare()
@@ -278,12 +268,10 @@ class Producers:
         self._returning.append((start_version, prompt))
 
     async def aclose(self) -> None:
-        """Cancel running rollouts, and wait for their end. Idempotent."""
+        """Cancel running rollouts. Idempotent."""
         for group in self._groups.values():
             self._cancel(group)
         self._groups.clear()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
 
     def on_requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
         """`group` is None while it runs. The prompt is repeated up to max_requeues
@@ -303,28 +291,13 @@ class Producers:
     def _start(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
     ) -> None:
-        # Not by `spawn`: the run's TaskGroup would double the cost of a task.
-        task = asyncio.create_task(
-            self._run_rollout(group, attempt, order),
-            name=f"rollout {attempt.rollout_id}",
-        )
-        task.add_done_callback(self._on_ended)
-        self._tasks.add(task)
+        running = self._run_rollout(group, attempt, order)
+        task = self.spawn(running, name=f"rollout {attempt.rollout_id}")
         group.tasks.append(task)
-
-    def _on_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        # A cancelled task keeps its CancelledError, whose frames hold the task; reading
-        # it releases it.
-        with contextlib.suppress(asyncio.CancelledError):
-            error = task.exception()
-            if error is not None and self._error is None:
-                self._error = error
-                if self._admitting is not None:
-                    self._admitting.cancel()
 
     def _cancel(self, group: RunningGroup) -> None:
         for task in group.tasks:
+            task.add_done_callback(_release)
             task.cancel()
         # also of rollouts whose task has not begun
         for index in group.phases:
