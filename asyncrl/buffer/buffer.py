@@ -122,17 +122,15 @@ class Buffer:
         """
         self._is_asked = True
         self._note_load()
-        try:
-            with waiting(
-                self._what_opens, on="a version served, or a group failed or requeued"
-            ):
-                await self._opened.wait_for(lambda: self.rule.num_open > 0)
-        finally:
-            self._is_asked = False
+        with waiting(
+            self._what_opens, on="a version served, or a group failed or requeued"
+        ):
+            await self._opened.wait_for(lambda: self.rule.num_open > 0)
 
     def admit_nowait(self) -> Ticket:
         """Admit one group. Raises WouldWait if the staleness bound leaves no slot."""
         ticket = self.rule.admit_nowait()
+        self._is_asked = False
         self._changed()
         return ticket
 

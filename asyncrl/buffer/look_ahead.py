@@ -74,8 +74,6 @@ class LookAhead:
         # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
-        self._has_gained = False
-        """The last raise was not refuted."""
         # A refuted raise lowers the limit for HOLD batches. A raise after a lowering
         # forbids another lowering for as long. Without both, the value would swing on
         # noise.
@@ -132,14 +130,14 @@ class LookAhead:
         wanted = group_s / step_s + BATCH_IN_HAND
         target = min(math.ceil(wanted), self._limit)
         if lack > MIN_LACK_FRACTION and target > self.current:
-            if not self._has_gained:
-                if self._trial_of is not None:
-                    return  # until it is judged
+            if self.current <= START:
                 target = self.current + 1
             # A second raise during a trial is judged against the time before the first
-            # one.
+            # one. The first raise by 1 is judged before any other.
             if self._trial_of is None:
                 self._trial_of = (self.current, *self._measured())
+            elif self._trial_of[0] <= START:
+                return
             if self._came_down:
                 self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
@@ -163,8 +161,7 @@ class LookAhead:
         # raise from 2 to 8, then ceil(3 * 1.2) - 1 = 3 would have done.
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
         needed = max(look_ahead, math.ceil((look_ahead + 1) * gain - MARGIN) - 1)
-        self._has_gained = needed >= self.current
-        if not self._has_gained:
+        if needed < self.current:
             self._limit, self._limit_until = needed, self._batch + HOLD
             self.current = needed
 

@@ -46,7 +46,7 @@ from asyncrl.messages.tokens import Tokens
 from asyncrl.models.devices import choose_device
 from asyncrl.trainer.loss.step_metrics import hold_record
 from asyncrl.trainer.ranks.rank import TrainerRank
-from asyncrl.trainer.ranks.ranks import BEATS, join_ranks, loss_behind
+from asyncrl.trainer.ranks.ranks import BEATS, NEVER, join_ranks, loss_behind
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 
 T = TypeVar("T")
@@ -85,6 +85,10 @@ class TrainerService:
         self._turn = Signal()
         # torch's number of CPU threads belongs to the calling thread.
         self.rank = self._torch_thread.submit(self._make_rank).result()
+        # Without beats: the commands find a lost rank.
+        wait = None if self.rank.ranks.is_first else NEVER
+        own_group = self.rank.ranks.with_own_group
+        self._bodies = self._torch_thread.submit(own_group, wait).result()
         if not self.rank.ranks.is_first:
             # Never returns: from now on the torch thread belongs to rank 0's commands.
             self._torch_thread.submit(self._follow)
@@ -118,24 +122,16 @@ class TrainerService:
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._torch_thread, work)
 
-    def _together(
-        self,
-        name: str,
-        content: bytes = b"",
-        body: Any = b"",
-        sent: Future[None] | None = None,
-    ) -> object:
-        """Make a call on all ranks, from rank 0's torch thread, once `sent` is done.
-        `body`: the content as the call reads it: a body that cannot be read would end
-        the other ranks. Raises its errors, and Refused.
+    def _together(self, name: str, content: bytes = b"", body: Any = b"") -> object:
+        """Make a call on all ranks, from rank 0's torch thread. `body`: the content as
+        the call reads it: a body that cannot be read would end the other ranks. Raises
+        its errors, and Refused.
         """
         if self._failure is not None:
             raise self._failure
         call = CALLS[name]
         asked = name.removesuffix("_together")
         try:
-            if sent is not None:
-                sent.result()
             self.rank.ranks.send(name, content)
             return call.function(self, body)
         # The ranks refuse together, or only rank 0 after its last collective. All go
@@ -186,7 +182,7 @@ class TrainerService:
     def _receive(self) -> None:
         """Take the batches that rank 0 sends early."""
         while True:
-            number, content = self.rank.ranks.wait_command(early=True)
+            number, content = self._bodies.wait_command()
             self._batch(int(number)).set_result(api.unpack_batch(content))
 
     def _batch(self, number: int) -> Future[UnpackedBatch]:
@@ -280,18 +276,17 @@ class TrainerService:
         return await self._step(content, batch)
 
     async def _step(self, content: bytes, batch: UnpackedBatch) -> api.TrainResponse:
+        def send_batch() -> UnpackedBatch:
+            self._bodies.send(str(number), content)
+            return batch
+
         self._num_batches = number = self._num_batches + 1
-        self._batch(number).set_result(batch)
-        sent = None
-        if self.rank.ranks.size > 1:
-            sent = self._bodies_thread.submit(
-                self.rank.ranks.send, str(number), content, early=True
-            )
+        self._batches[number] = self._bodies_thread.submit(send_batch)
 
         def step() -> object:
             # A step that was sent early must not go before the export.
             self._export_wanted()
-            return self._together("train_together", b"%d" % number, number, sent)
+            return self._together("train_together", b"%d" % number, number)
 
         self._made_soon = batch[0].version + 1
         self._turn.notify()

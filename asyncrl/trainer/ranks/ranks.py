@@ -54,8 +54,6 @@ class Ranks:
     size: int = 1
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
-    bodies: dist.ProcessGroup | None = None
-    """Of commands that are sent early."""
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
 
@@ -63,18 +61,19 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def with_own_group(self) -> Ranks:
-        """Return the same ranks for another thread. Collective."""
+    def with_own_group(self, timeout: timedelta | None = None) -> Ranks:
+        """Return the same ranks for another thread, whose collectives wait at most
+        `timeout` (None: as here). Collective.
+        """
         if self.size == 1:
             return self
         # gloo, also on CUDA: tensors of this thread are in host memory, which NCCL
         # cannot send.
-        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout or self.timeout)
         return replace(
             self,
             mesh=None,
-            commands=None,
-            bodies=None,
+            commands=group,
             group=group,
         )
 
@@ -117,27 +116,23 @@ class Ranks:
         for array in arrays:
             dist.all_reduce(torch.from_numpy(array), group=self.group)
 
-    def send(self, name: str, body: bytes, *, early: bool = False) -> None:
-        """Send a command from rank 0 to the other ranks, which are in wait_command.
-        `early` commands have threads of their own, which wait beside the others.
-        """
+    def send(self, name: str, body: bytes) -> None:
+        """Send a command from rank 0 to the other ranks, which are in wait_command."""
         if self.size == 1:
             return
-        group = self.bodies if early else self.commands
         head = name.encode()
         lengths = torch.tensor([len(head), len(body)])
         text = _bytes_tensor(head + body)
-        dist.broadcast(lengths, 0, group=group)
-        dist.broadcast(text, 0, group=group)
+        dist.broadcast(lengths, 0, group=self.commands)
+        dist.broadcast(text, 0, group=self.commands)
 
-    def wait_command(self, *, early: bool = False) -> tuple[str, bytes]:
+    def wait_command(self) -> tuple[str, bytes]:
         """Wait for a command of rank 0; return its name and body."""
-        group = self.bodies if early else self.commands
         lengths = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(lengths, 0, group=group)
+        dist.broadcast(lengths, 0, group=self.commands)
         len_head, len_body = lengths.tolist()
         text = torch.zeros(len_head + len_body, dtype=torch.uint8)
-        dist.broadcast(text, 0, group=group)
+        dist.broadcast(text, 0, group=self.commands)
         name = _to_bytes(text[:len_head]).decode()
         return name, _to_bytes(text[len_head:])
 
@@ -160,7 +155,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         if is_cuda:
             torch.cuda.set_device(spec.local_rank)
 
-    def connect(store: Store) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def connect(store: Store) -> dist.ProcessGroup:
         select_device()
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
         dist.init_process_group(
@@ -174,20 +169,16 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         # will.
         wait = timeout if spec.rank == 0 else 2 * timeout
         commands: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
-        # No beats here: the commands find a lost rank.
-        wait = timeout if spec.rank == 0 else NEVER
-        bodies: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
-        return commands, bodies
+        return commands
 
     select_device()
-    commands, bodies = meet(spec, connect)
+    commands = meet(spec, connect)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return Ranks(
         spec.rank,
         size,
         mesh=mesh,
         commands=commands,
-        bodies=bodies,
         timeout=timeout,
     )
 
