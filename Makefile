@@ -20,6 +20,8 @@
 .PHONY: site setup setup-vllm setup-frameworks quickstart test test-core test-slow test-vllm test-runs test-others test-all test-long test-harbor wheel test-wheel check bench gpu fuzz faults docs
 
 BIN := .venv/bin
+# Some images set it. Without bytecode, each of hundreds of processes compiles asyncrl again.
+unexport PYTHONDONTWRITEBYTECODE
 # The tests of `make test`; test-slow runs all others.
 QUICK := not slow and not vllm and not gpu and not extras and not long
 # The tests of a file share processes, and wait more than they compute; conftest.py has the order of the files.

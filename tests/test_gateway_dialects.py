@@ -360,7 +360,7 @@ def test_known_parameters_are_read_refused_or_documented(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.name)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(texts(*FIELDS.split()), json_values),
     st.lists(json_values, max_size=2),

@@ -147,7 +147,7 @@ class QueueHistory(RuleBasedStateMachine):
 
 TestQueueHistory = QueueHistory.TestCase
 TestQueueHistory.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=30, stateful_step_count=40, deadline=None
 )
 
 

@@ -265,7 +265,7 @@ class Handovers(RuleBasedStateMachine):
 
 TestHandovers = Handovers.TestCase
 TestHandovers.settings = settings(
-    max_examples=120, stateful_step_count=12, deadline=None
+    max_examples=50, stateful_step_count=12, deadline=None
 )
 
 
