@@ -302,9 +302,9 @@ def means_of_rollouts(
     count_R = np.bincount(number_M, minlength=len(rollouts))
     sum_R = np.bincount(number_M, value_N[is_chosen_N], minlength=len(rollouts))
     mean_R = sum_R / np.maximum(count_R, 1)
-    is_known_R = (count_R > 0) & np.isfinite(mean_R)
-    found = zip(rollouts, mean_R.tolist(), is_known_R.tolist(), strict=True)
-    return [(*rollout, mean) for rollout, mean, is_known in found if is_known]
+    found = zip(rollouts, mean_R.tolist(), count_R.tolist(), strict=True)
+    means = [(*rollout, mean) for rollout, mean, count in found if count]
+    return [entry for entry in means if math.isfinite(entry[2])]
 
 
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
