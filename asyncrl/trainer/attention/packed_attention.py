@@ -111,7 +111,7 @@ def calls_of(
     is_short_N = np.zeros(layout.num_tokens, np.bool_)
     for span in short:
         is_short_N[span.queries] = True
-    for part in layout.passes:
+    for part in () if is_short_N.all() else layout.passes:
         for piece in part.pieces:
             calls += [
                 _call([one], device, is_causal=part.is_causal)

@@ -190,9 +190,7 @@ class Runner:
             length = padded_length(end)
             own = self._positions[None, None, None, start:end, None]
             positions = self._positions[:length]
-            stretches.append(
-                Stretch(first, last + 1, end - start, length, positions, own)
-            )
+            stretches.append(Stretch(first, last, end - start, length, positions, own))
         return stretches
 
     def _num_rows(self, needed: int) -> int:
@@ -278,24 +276,23 @@ def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
     return calls
 
 
-def join_parts(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
-    """Return (first slot, last slot, start, end) of neighbors that read the same
-    positions, up to QUERY_CHUNK tokens.
+def join_parts(parts: Sequence[Part]) -> list[list[int]]:
+    """Return [first slot, end, start, end] of neighbors that read the same positions, up
+    to QUERY_CHUNK tokens.
 
     Example: after new weights, three interrupted texts are read again.
         >>> join_parts([(0, [5, 6], 0, 2), (1, [5, 7], 0, 2), (2, [5, 6, 8], 0, 3)])
-        [(0, 1, 0, 2), (2, 2, 0, 3)]
+        [[0, 2, 0, 2], [2, 3, 0, 3]]
     """
-    joined = list[tuple[int, int, int, int]]()
+    joined = [[0] * 4]
     for slot, _, start, end in parts:
-        first = slot
-        if joined and joined[-1][1:] == (slot - 1, start, end):
-            before = joined[-1][0]
-            if (slot + 1 - before) * (end - start) <= QUERY_CHUNK:
-                first = before
-                joined.pop()
-        joined.append((first, slot, start, end))
-    return joined
+        last = joined[-1]
+        has_room = slot - last[0] < QUERY_CHUNK // (end - start)
+        if has_room and last[1:] == [slot, start, end]:
+            last[1] += 1
+        else:
+            joined.append([slot, slot + 1, start, end])
+    return joined[1:]
 
 
 class DecodeGraphs:
