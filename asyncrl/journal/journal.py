@@ -170,7 +170,6 @@ def _add_rollouts(
     """Record rollouts that have ended. One statement for all takes half as long as one
     for each.
     """
-    samples = [(group_id, rollout[0].sample_index) for rollout in rollouts]
     branches = [branch for rollout in rollouts for branch in rollout]
     # SQLite's min() with a NULL is NULL, and a rollout may have no sampled token.
     is_running = connection.execute(
@@ -187,13 +186,9 @@ def _add_rollouts(
         },
     ).rowcount
     if not is_running:
-        _is_running(connection, group_id, samples[0][1])  # may refuse
+        _is_running(connection, group_id, branches[0].sample_index)  # may refuse
         return
-    # A rollout ends once: the table refuses a second trajectory.
-    ended = "SELECT sample_index FROM failures WHERE group_id = ?"
-    for (sample_index,) in connection.execute(ended, (group_id,)):
-        if (group_id, sample_index) in samples:
-            raise _ended_already(group_id, sample_index)
+    # The table refuses a second trajectory.
     connection.executemany(
         "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
         [
@@ -208,13 +203,18 @@ def _add_rollouts(
     )
     # Not _lose(): the tokens of the partial completion are in the trajectory now, and
     # would be counted twice.
-    connection.executemany(
-        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", samples
+    connection.execute(
+        "DELETE FROM segments WHERE group_id = :group AND sample_index IN"
+        " (SELECT sample_index FROM trajectories WHERE group_id = :group)",
+        {"group": group_id},
     )
-
-
-def _ended_already(group_id: GroupId, sample_index: int) -> JournalError:
-    return JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
+    failed = connection.execute(
+        "SELECT sample_index FROM failures JOIN trajectories USING (group_id, sample_index)"
+        " WHERE group_id = ?",
+        (group_id,),
+    ).fetchone()
+    if failed is not None:
+        raise JournalError(f"rollout g{group_id}/r{failed[0]} has ended already")
 
 
 def _oldest_version(rollouts: Iterable[Rollout]) -> int | None:
@@ -457,7 +457,7 @@ def _is_running(
 ) -> bool:
     state, has_ended = _rollout(connection, group_id, sample_index)
     if state == "running" and has_ended:
-        raise _ended_already(group_id, sample_index)
+        raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
     return state == "running"
 
 

@@ -137,7 +137,7 @@ def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
 
 
 # Here and below, eq=False: fields are arrays, whose == is an array, too.
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Completion:
     """The answer to one logical request, joined from its segments; partial without
     `finish_reason`.
@@ -183,8 +183,8 @@ class Credit:
     state: str = ""
 
 
-# Not frozen, and never changed, like the Trajectory: both are made for each rollout, and
-# a frozen one takes three times as long.
+# Not frozen, and never changed, like Completion and Trajectory: each rollout makes them,
+# and a frozen object takes three times as long to make.
 @dataclass(unsafe_hash=True, slots=True)
 class PolicyCall:
     """One call of the policy in a trajectory, which sampled tokens [start, end).

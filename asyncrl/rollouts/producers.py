@@ -255,9 +255,11 @@ class Producers:
                 self.journal,
                 on_phase=functools.partial(self._on_phase, group, index),
             )
-            # charged at once, before the task's first step
-            start = functools.partial(self._start, group, attempt, order)
-            self._slots.ask_nowait(attempt.rollout_id, order, start)
+            # before the task's first step: charged at once
+            self._slots.ask_nowait(attempt.rollout_id, order)
+            running = self._run_rollout(group, attempt, order)
+            task = self.spawn(running, name=f"rollout {attempt.rollout_id}")
+            group.tasks.append(task)
         for index, digest in awaited_of(group.rollouts).items():
             self._await_nowait(group, index, digest)
         if not group.phases:  # killed before its end was journaled
@@ -287,13 +289,6 @@ class Producers:
         )
         if again is not None:
             self.source.requeue_nowait(again)
-
-    def _start(
-        self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
-    ) -> None:
-        running = self._run_rollout(group, attempt, order)
-        task = self.spawn(running, name=f"rollout {attempt.rollout_id}")
-        group.tasks.append(task)
 
     def _cancel(self, group: RunningGroup) -> None:
         for task in group.tasks:

@@ -109,8 +109,8 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # Of rollouts that want a slot: each is called once, with the slot.
-        self._grants: dict[str, Callable[[], object]] = {}
+        # By rollouts that hold or want a slot; done once they hold it.
+        self._asked: dict[str, asyncio.Future[None]] = {}
         self._held: set[str] = set()
         # A heap. A name that has left stays until it is popped, since removing it would
         # cost a pass over the heap; _hand_out skips it.
@@ -121,21 +121,18 @@ class Slots:
     def num_held(self) -> int:
         return len(self._held)
 
-    def ask_nowait(
-        self, name: str, order: tuple[int, ...], grant: Callable[[], object]
-    ) -> None:
-        """Call `grant` once the rollout holds a slot: at once, or later."""
-        self._grants[name] = grant
-        heapq.heappush(self._queue, (order, name))
-        self._hand_out()
+    def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
+        """Take or queue for a slot. Idempotent."""
+        if name not in self._asked:
+            self._asked[name] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._queue, (order, name))
+            self._hand_out()
 
-    async def wait(self, name: str, order: tuple[int, ...]) -> None:
-        """Return once the rollout holds a slot."""
-        if name not in self._held:
-            held = asyncio.Event()
-            self.ask_nowait(name, order, held.set)
+    async def wait(self, name: str) -> None:
+        asked = self._asked[name]
+        if not asked.done():
             with waiting(self._what_is_free, on="a rollout that ends"):
-                await held.wait()
+                await asked
 
     async def wait_spare(self) -> None:
         with waiting(self._what_is_free, on="a rollout that ends"):
@@ -146,8 +143,7 @@ class Slots:
 
     def give_back_nowait(self, name: str) -> None:
         """Release the slot or leave the queue. Idempotent."""
-        self._grants.pop(name, None)
-        if name in self._held:
+        if self._asked.pop(name, None) is not None:
             self._held.discard(name)
             self._hand_out()
 
@@ -159,10 +155,12 @@ class Slots:
         held = self._held
         while len(held) < self.capacity and self._queue:
             name = heapq.heappop(self._queue)[1]
-            grant = self._grants.pop(name, None)
-            if grant is not None:
+            asked = self._asked.get(name)
+            if asked is not None:
                 held.add(name)
-                grant()
+                # cancelled just now; its end releases the slot
+                if not asked.done():
+                    asked.set_result(None)
         if len(held) < self.capacity:
             # The queue is empty here, so rollouts of admitted groups, retries included,
             # precede new groups.
@@ -184,12 +182,9 @@ class RolloutClock:
         self.is_expired = False
         self._alarm = alarm or Alarm()
         self._task: asyncio.Task[object] | None = None
-        self._num_cancels = 0
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
-        assert self._task is not None
-        self._num_cancels = self._task.cancelling()
         self.resume()
 
     def __exit__(
@@ -200,10 +195,10 @@ class RolloutClock:
     ) -> None:
         self.hold()
         task, self._task = self._task, None
-        # As in asyncio.timeout: a cancellation by others passes.
         if self.is_expired and task is not None:
-            num_cancels = task.uncancel()
-            if num_cancels <= self._num_cancels and kind is asyncio.CancelledError:
+            # As in asyncio.timeout: a cancellation by others passes.
+            is_ours = task.uncancel() == 0
+            if is_ours and kind is asyncio.CancelledError:
                 raise TimeoutError from error
 
     def hold(self) -> None:
@@ -220,7 +215,8 @@ class RolloutClock:
         is_still = self.due_s == math.inf and not self.is_expired
         if is_still and self._task is not None and self.left_s is not None:
             self.due_s = asyncio.get_running_loop().time() + self.left_s + grace_s
-            self._alarm.set_nowait(self)
+            if self.due_s < math.inf:
+                self._alarm.set_nowait(self)
 
     def expire_nowait(self) -> None:
         assert self._task is not None, "it runs only within the block"
@@ -239,30 +235,26 @@ class Alarm:
 
     def set_nowait(self, clock: RolloutClock) -> None:
         self._running[clock] = None
-        # A timer that is too early only rings for nobody.
         if self._timer is None or clock.due_s < self._timer.when():
-            self._wait_until(clock.due_s)
+            self._ring()
 
     def clear_nowait(self, clock: RolloutClock) -> None:
+        # The timer stays: it only rings for nobody.
         del self._running[clock]
-        if not self._running:
-            self._wait_until(math.inf)
-
-    def _wait_until(self, due_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if due_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_at(due_s, self._ring)
 
     def _ring(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        """Expire clocks that are due, and set the timer for the next one."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for clock in [*self._running]:
-            if clock.due_s <= now_s:
+            if clock.due_s <= loop.time():
                 del self._running[clock]
                 clock.expire_nowait()
-        due_s = min((clock.due_s for clock in self._running), default=math.inf)
-        self._wait_until(due_s)
+        if self._running:
+            due_s = min(clock.due_s for clock in self._running)
+            self._timer = loop.call_at(due_s, self._ring)
 
 
 class AttemptProgress:
@@ -403,11 +395,12 @@ class RolloutRunner:
         attempt.clock = RolloutClock(self._timeout_of(attempt.prompt), self._alarm)
         try:
             while True:
+                # Producers have asked for a first attempt; evaluations and retries do
+                # it here. By its old order a retry precedes newer groups.
+                slots.ask_nowait(attempt.rollout_id, order)
                 outcome: Rollout | RolloutFailure | None = None
                 try:
-                    # Producers start a rollout with its slot; evaluations and retries
-                    # wait here. By its old order a retry precedes newer groups.
-                    await slots.wait(attempt.rollout_id, order)
+                    await slots.wait(attempt.rollout_id)
                     # Status and watchdog show the age from here: a queued rollout is
                     # not a slow one.
                     self.started_s.setdefault(
