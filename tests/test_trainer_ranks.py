@@ -339,7 +339,7 @@ def test_ranks_train_batches_that_are_sent_ahead(
     with running(tiny_model_dir, tmp_path / "ahead") as ahead:
         ahead.ask(story)
         digest = ahead.export().digest
-    with running(tiny_model_dir, tmp_path / "in turn") as in_turn:
+    with running(tiny_model_dir, tmp_path / "in_turn") as in_turn:
         for batch in batches:
             in_turn.train(*batch)
         assert in_turn.export().digest == digest
