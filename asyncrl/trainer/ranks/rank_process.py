@@ -224,10 +224,7 @@ class TrainerService:
 
     def train_together(self, number: int) -> api.TrainResponse:
         batch = self._batch(number).result(self._spec.trainer.timeout_s)
-        # Also those of requests that were cancelled.
-        for old in [*self._batches]:
-            if old <= number:
-                del self._batches[old]
+        del self._batches[number]
         return self._trained(self.rank.train(*batch))
 
     def evaluate(self, batch: UnpackedBatch) -> api.TrainResponse:
