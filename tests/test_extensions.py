@@ -447,14 +447,9 @@ def test_config_of_a_run_is_read_without_the_extension(tmp_path: Path) -> None:
 
 
 @functools.cache
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-@functools.cache
 def code_of(path: Path) -> str:
     """Return the code of a file, without its comments and docstrings."""
-    tree = ast.parse(text_of(path))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -482,7 +477,7 @@ def test_code_of_the_core_names_no_extension(name: str) -> None:
     named = {
         str(path.relative_to(ROOT))
         for path in core
-        if re.search(words, text_of(path), re.I)
+        if re.search(words, path.read_text(encoding="utf-8"), re.I)
         and re.search(words, code_of(path), re.I)
     }
     assert named == MAY_NAME[name].keys()

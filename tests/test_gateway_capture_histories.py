@@ -285,7 +285,7 @@ def values(rollout: Rollout) -> Iterator[Any]:
     "habit",
     ["plain", "strips"] + [slow(one) for one in ("shouts", "refuses")],
 )
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=120)
 @given(story=STORY, orders=st.tuples(ORDER, ORDER))
 def test_each_token_is_trained_once_after_its_prompt_in_any_order(
     habit: Habit, story: list[list[Call]], orders: tuple[Random, Random]

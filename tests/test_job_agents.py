@@ -17,7 +17,6 @@ from agents_for_test import BODIES, WAYS
 from held_task import held_slice
 from job_runs import (
     ROOT,
-    all_gone,
     environment,
     read_lines,
     run,
@@ -26,6 +25,7 @@ from job_runs import (
     wait_until,
     write_config,
 )
+from process_ends import all_gone
 
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading

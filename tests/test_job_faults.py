@@ -12,7 +12,6 @@ import pytest
 from crash_fuzz import fuzz_config, promise_of
 from job_runs import (
     RUN,
-    all_gone,
     children_of,
     ended,
     engine_events,
@@ -29,6 +28,7 @@ from job_runs import (
     wait_until,
     write_config,
 )
+from process_ends import all_gone
 from resume_checker import read_evidence, violations
 
 from asyncrl.observe.show import render_status

@@ -33,7 +33,6 @@ from crash_fuzz import (
 from held_task import hold, release
 from job_runs import (
     RUN,
-    all_gone,
     children_of,
     engine_events,
     environment,
@@ -48,6 +47,7 @@ from job_runs import (
     write_config,
 )
 from needed_extensions import NAMED
+from process_ends import all_gone
 from resume_checker import read_evidence, violations
 from safetensors.numpy import load_file, save_file
 from sync_run import SyncRun

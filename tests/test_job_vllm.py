@@ -14,7 +14,6 @@ import psutil
 import pytest
 from job_runs import (
     ROOT,
-    all_gone,
     children_of,
     engine_events,
     environment,
@@ -25,6 +24,7 @@ from job_runs import (
     wait_for_steps,
     wait_until,
 )
+from process_ends import all_gone
 from vllm_process import vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from job_runs import all_gone, children_of, popen, read_lines, run, write_config
+from job_runs import children_of, popen, read_lines, run, write_config
+from process_ends import all_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVE = [sys.executable, "-m", "asyncrl.cli", "serve"]

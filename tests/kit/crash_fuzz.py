@@ -23,7 +23,6 @@ import torch
 import yaml
 from held_task import hold, release
 from job_runs import (
-    all_gone,
     children_of,
     read_lines,
     run,
@@ -31,6 +30,7 @@ from job_runs import (
     wait_until,
     write_config,
 )
+from process_ends import all_gone
 from resume_checker import (
     Evidence,
     Promise,

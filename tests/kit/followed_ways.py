@@ -143,9 +143,10 @@ def ways_of_errors() -> Iterator[Printed]:
     covered = ("algorithms/registry.py", "launch/placement.py", "config/")
     for path in sorted((ROOT / "asyncrl").rglob("*.py")):
         place = str(path.relative_to(ROOT / "asyncrl"))
-        if place.startswith(covered):
+        text = path.read_text(encoding="utf-8")
+        if place.startswith(covered) or "way_out" not in text:
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(text)
         ways = [
             word.value
             for node in ast.walk(tree)

@@ -233,12 +233,6 @@ def is_fork_server(process: psutil.Process) -> bool:
     return False
 
 
-def all_gone(children: list[psutil.Process], timeout_s: float = 60) -> bool:
-    """Return whether all of these processes end in time."""
-    _, alive = psutil.wait_procs(children, timeout=timeout_s)
-    return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-
-
 def staging_of(pid: int) -> list[Path]:
     """Return the files of a run's controller in shared memory."""
     return list(shared_memory_root().glob(f"asyncrl-{pid}-*"))

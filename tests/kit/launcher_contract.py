@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from job_runs import all_gone
+from process_ends import all_gone
 
 from asyncrl.base.errors import ComponentError, ConfigError
 from asyncrl.launch.launchers import opened
