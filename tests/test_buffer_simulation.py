@@ -110,7 +110,8 @@ async def look_aheads(
 
     async def sample(ticket: Ticket) -> None:
         name = f"g{ticket.group_id}"
-        await limited.wait(name, (ticket.group_id,))
+        limited.ask_nowait(name, (ticket.group_id,))
+        await limited.wait(name)
         async with engine:
             await asyncio.sleep((GROUP_S - tool_s) * random.lognormvariate(0, noise))
         limited.give_back_nowait(name)

@@ -34,15 +34,6 @@ ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
 
 
 @virtual
-async def test_rollouts_that_never_began_give_their_slots_back() -> None:
-    async with World(num_tickets=0, capacity=2) as world:
-        ticket, prompt = Ticket(GroupId(7), 0), Prompt("0/7", ())
-        world.journal.add_admission_nowait(ticket, prompt)
-        world.producers.resume_nowait(UnfinishedGroup(ticket, prompt))
-        world.producers.on_requeued(GroupId(7), None, "overdue")
-
-
-@virtual
 async def test_ticket_is_requested_only_for_free_slots() -> None:
     async with World(num_tickets=0, capacity=2) as world:
         await all_blocked()

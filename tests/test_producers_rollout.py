@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,38 +225,6 @@ async def test_a_broken_part_and_cancellation_pass_the_boundary() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (runner.num_retried, runner.started_s) == (0, {})
-
-
-@virtual
-async def test_rollouts_share_a_timer_and_keep_their_own_limits() -> None:
-    loop, ends_s = asyncio.get_running_loop(), dict[str, float]()
-    runner = RolloutRunner(
-        Scripted(*[hanging] * 4, good),
-        timeout_s=10.0,
-        retries=0,
-        task_timeouts_s={"brief": 3.0},
-    )
-
-    async def one(task: str, start_s: float) -> None:
-        await asyncio.sleep(start_s)
-        name, prompt = f"{task} {start_s}", replace(PROMPT, prompt_id=f"{task}/0/7")
-        attempt = RolloutAttempt(name, GroupId(4), prompt, 1)
-        outcome = await runner.run(attempt, slots=Slots(1), order=())
-        assert isinstance(outcome, FailedRollout) == (task != "good")
-        ends_s[name] = loop.time()
-
-    starts = [("long", 0), ("brief", 1), ("brief", 2), ("long", 3), ("good", 4)]
-    async with asyncio.TaskGroup() as tasks:
-        for task, start_s in starts:
-            tasks.create_task(one(task, start_s))
-    assert ends_s == {
-        "brief 1": 4.0,
-        "brief 2": 5.0,
-        "good 4": ends_s["good 4"],
-        "long 0": 10.0,
-        "long 3": 13.0,
-    }
-    assert runner.started_s == {}
 
 
 def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:

@@ -419,9 +419,8 @@ def rare_collections() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    # Rollouts in flight stay below the first number, or each collection would visit
-    # them. Older objects: about every 20 million net allocations.
-    gc.set_threshold(20_000, 1_000, 10)
+    # older objects: about every 20 million net allocations
+    gc.set_threshold(1_000, 20_000, 10)
     try:
         yield
     finally:

@@ -99,11 +99,9 @@ class RunningGroup:
             f"rollouts of {self.size}; r{index} {how_failed(num_attempts)}: {why}"
         )
 
-
-def _release(task: asyncio.Task[None]) -> None:
-    """Read a cancelled task's CancelledError, whose frames hold the task."""
-    with contextlib.suppress(asyncio.CancelledError):
-        task.result()
+    def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -240,13 +238,16 @@ class Producers:
         )
         self._groups[group_id] = group
         for index in group.phases:
+            name = f"g{group_id}/r{index}"
             # The oldest group goes first: its deadline is the earliest, and its
             # siblings have begun to age.
             order = (ticket.start_version, group_id, index)
+            # before the task's first step: charged at once
+            self._slots.ask_nowait(name, order)
             # The number of the killed attempt, because it is a part of the seed.
             number, partial = unfinished.partials.get(index, (0, None))
             attempt = RolloutAttempt(
-                f"g{group_id}/r{index}",
+                name,
                 group_id,
                 group.prompt,
                 index,
@@ -255,10 +256,11 @@ class Producers:
                 self.journal,
                 on_phase=functools.partial(self._on_phase, group, index),
             )
-            # before the task's first step: charged at once
-            self._slots.ask_nowait(attempt.rollout_id, order)
-            running = self._run_rollout(group, attempt, order)
-            task = self.spawn(running, name=f"rollout {attempt.rollout_id}")
+            task = self.spawn(
+                self._run_rollout(group, attempt, order), name=f"rollout {name}"
+            )
+            # even if the task never began
+            task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
         for index, digest in awaited_of(group.rollouts).items():
             self._await_nowait(group, index, digest)
@@ -272,7 +274,7 @@ class Producers:
     async def aclose(self) -> None:
         """Cancel running rollouts. Idempotent."""
         for group in self._groups.values():
-            self._cancel(group)
+            group.cancel()
         self._groups.clear()
 
     def on_requeued(self, group_id: GroupId, group: Group | None, reason: str) -> None:
@@ -281,7 +283,7 @@ class Producers:
         """
         unused = group or self._groups.pop(group_id)
         if isinstance(unused, RunningGroup):
-            self._cancel(unused)
+            unused.cancel()
             self._withdraw(unused, f"its group was requeued ({reason})")
         self._counts["dropped"] += 1
         again = self._end_unused(
@@ -290,13 +292,13 @@ class Producers:
         if again is not None:
             self.source.requeue_nowait(again)
 
-    def _cancel(self, group: RunningGroup) -> None:
-        for task in group.tasks:
-            task.add_done_callback(_release)
-            task.cancel()
-        # also of rollouts whose task has not begun
-        for index in group.phases:
-            self._slots.give_back_nowait(f"g{group.ticket.group_id}/r{index}")
+    def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
+        self._slots.give_back_nowait(name)
+        if task.cancelled():
+            # A task keeps its CancelledError, whose frames hold the task; reading it
+            # releases it.
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
         group.phases[index] = phase

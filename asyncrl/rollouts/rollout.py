@@ -10,13 +10,11 @@ import hashlib
 import heapq
 import itertools
 import logging
-import math
 import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import fmean
-from types import TracebackType
 from typing import Literal, Protocol
 
 import numpy as np
@@ -168,93 +166,44 @@ class Slots:
 
 
 class RolloutClock:
-    """Time budget of a rollout over all attempts. It runs within the block, except
-    between hold() and resume(); the block raises TimeoutError at its end.
+    """Time budget of a rollout over all attempts. It stands still between hold() and
+    resume() or start().
 
     Example: 600 s. An agent waits 300 s for a worker (held), runs 200 s and fails; its
     retry has 400 s.
     """
 
-    def __init__(self, timeout_s: float | None, alarm: Alarm | None = None) -> None:
+    _limit = asyncio.Timeout(None)  # until start()
+
+    def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
-        self.due_s = math.inf
-        """The loop's time at which it expires; infinite while it stands still."""
-        self.is_expired = False
-        self._alarm = alarm or Alarm()
-        self._task: asyncio.Task[object] | None = None
 
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self.resume()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
-        self.hold()
-        task, self._task = self._task, None
-        if self.is_expired and task is not None:
-            # As in asyncio.timeout: a cancellation by others passes.
-            is_ours = task.uncancel() == 0
-            if is_ours and kind is asyncio.CancelledError:
-                raise TimeoutError from error
+    def start(self) -> asyncio.Timeout:
+        self._limit = asyncio.timeout(self.left_s)
+        return self._limit
 
     def hold(self) -> None:
-        if self.is_expired:
+        self.note_left()
+        # A limit that has fired cannot be moved: asyncio raises RuntimeError.
+        if self._limit.when() is not None and not self._limit.expired():
+            self._limit.reschedule(None)
+
+    def note_left(self) -> None:
+        if self._limit.expired():
             self.left_s = 0.0
-        elif self.left_s is not None and self.due_s < math.inf:
-            self.left_s = max(0.0, self.due_s - asyncio.get_running_loop().time())
-            self.due_s = math.inf
-            self._alarm.clear_nowait(self)
+        elif (when_s := self._limit.when()) is not None:
+            self.left_s = max(0.0, when_s - asyncio.get_running_loop().time())
 
     def resume(self, grace_s: float = 0.0) -> None:
         # The queue calls this for each worker that gets the item. A clock that runs
         # already must not get its time back.
-        is_still = self.due_s == math.inf and not self.is_expired
-        if is_still and self._task is not None and self.left_s is not None:
-            self.due_s = asyncio.get_running_loop().time() + self.left_s + grace_s
-            if self.due_s < math.inf:
-                self._alarm.set_nowait(self)
-
-    def expire_nowait(self) -> None:
-        assert self._task is not None, "it runs only within the block"
-        self.is_expired = True
-        self._task.cancel()
-
-
-class Alarm:
-    """One timer of the event loop for many clocks. A timer for each would cost as much
-    as the rollout's task.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[RolloutClock, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def set_nowait(self, clock: RolloutClock) -> None:
-        self._running[clock] = None
-        if self._timer is None or clock.due_s < self._timer.when():
-            self._ring()
-
-    def clear_nowait(self, clock: RolloutClock) -> None:
-        # The timer stays: it only rings for nobody.
-        del self._running[clock]
-
-    def _ring(self) -> None:
-        """Expire clocks that are due, and set the timer for the next one."""
-        loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for clock in [*self._running]:
-            if clock.due_s <= loop.time():
-                del self._running[clock]
-                clock.expire_nowait()
-        if self._running:
-            due_s = min(clock.due_s for clock in self._running)
-            self._timer = loop.call_at(due_s, self._ring)
+        if (
+            self.left_s is not None
+            and self._limit.when() is None
+            and not self._limit.expired()
+        ):
+            now_s = asyncio.get_running_loop().time()
+            self._limit.reschedule(now_s + self.left_s + grace_s)
 
 
 class AttemptProgress:
@@ -381,7 +330,6 @@ class RolloutRunner:
     retries_policy: bool = True
     is_ending: Callable[[], bool] = lambda: False
     num_retried: int = field(default=0, init=False)
-    _alarm: Alarm = field(default_factory=Alarm, init=False)
     started_s: dict[str, float] = field(default_factory=dict, init=False)
 
     async def run(
@@ -392,7 +340,7 @@ class RolloutRunner:
         order: tuple[int, ...],
     ) -> Rollout | FailedRollout:
         """A resumed rollout gets a new time budget."""
-        attempt.clock = RolloutClock(self._timeout_of(attempt.prompt), self._alarm)
+        attempt.clock = RolloutClock(self._timeout_of(attempt.prompt))
         try:
             while True:
                 # Producers have asked for a first attempt; evaluations and retries do
@@ -418,6 +366,7 @@ class RolloutRunner:
                     if outcome[0].is_scored:
                         self.failures.note_end_nowait(None, attempt.prompt.prompt_id)
                     return outcome
+                attempt.clock.note_left()
                 if attempt.progress.has_asked:
                     outcome.kind = outcome.kind.after_answer
                 self.failures.note_end_nowait(outcome, attempt.prompt.prompt_id)
@@ -457,8 +406,9 @@ class RolloutRunner:
         self, attempt: RolloutAttempt, slots: Slots
     ) -> Rollout | RolloutFailure:
         name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
+        limit = attempt.clock.start()
         try:
-            with attempt.clock:
+            async with limit:
                 score = await self.generator.sample(attempt)
                 # A reward or a judge may take long, and needs no sequence of an engine.
                 slots.give_back_nowait(attempt.rollout_id)
@@ -475,7 +425,7 @@ class RolloutRunner:
             return failure
         except Exception as error:
             # User code raises TimeoutError too. Only our limit has expired.
-            if isinstance(error, TimeoutError) and attempt.clock.is_expired:
+            if isinstance(error, TimeoutError) and limit.expired():
                 what = f"{name} is not finished after rollout.timeout_s={self._timeout_of(attempt.prompt)} s"
                 return RolloutTimeout(
                     f"{what}, in attempt {attempt.attempt + 1}",
