@@ -6,8 +6,7 @@ import json
 import os
 import re
 import shlex
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import yaml
 from command_lines import run_lines
 
 from asyncrl.base.errors import OF_TRAIN
-from asyncrl.cli import app, main
+from asyncrl.cli import app
 from asyncrl.config import load_any
 
 ROOT = Path(__file__).parent.parent
@@ -246,30 +245,7 @@ def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -
     return run_dir
 
 
-Answer = tuple[int | str | None, str, str]
-
-
-@pytest.fixture
-def answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], Answer]:
-    """Returns exit code, output and errors of a command in the test's folder, in this
-    process.
-    """
-    monkeypatch.chdir(tmp_path)
-
-    def answer_of(line: str) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["asyncrl", *line.split()])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return answer_of
-
-
-def test_runs_lists_newest_first_with_state_steps_and_reward(
-    tmp_path: Path, answer: Callable[[str], Answer]
-) -> None:
+def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> None:
     run_dir = made_run(
         tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10
     )
@@ -279,7 +255,7 @@ def test_runs_lists_newest_first_with_state_steps_and_reward(
             file.write(json.dumps(line) + "\n")
     made_run(tmp_path, "first", written_s=1000, rewards=[])
     (tmp_path / "runs" / "no-run").mkdir()
-    (_, text, _), (_, as_json, _) = answer("runs"), answer("runs runs --json")
+    (_, text, _), (_, as_json, _) = run_lines(tmp_path, "runs", "runs runs --json")
     assert [row.split()[:4] for row in text.splitlines()[1:]] == [
         ["runs/second", "done", "15/360", "0.500"],
         ["runs/first", "done", "0/360", "-"],
@@ -316,13 +292,11 @@ def test_json_is_all_that_stdout_has(tmp_path: Path) -> None:
     assert "engine-0" in noise, "a person still reads the lines"
 
 
-def test_command_without_a_run_takes_and_names_the_newest(
-    tmp_path: Path, answer: Callable[[str], Answer]
-) -> None:
+def test_command_without_a_run_takes_and_names_the_newest(tmp_path: Path) -> None:
     commands = ("status", "inspect", "report", "export out")
-    for code, _, error in map(answer, commands):
+    for code, _, error in run_lines(tmp_path, *commands):
         assert (code, "there is no folder runs" in error) == (2, True)
     made_run(tmp_path, "old", written_s=1000, rewards=[0.1])
     made_run(tmp_path, "new", written_s=2000, rewards=[0.1])
-    for _, _, error in map(answer, commands):
+    for _, _, error in run_lines(tmp_path, *commands):
         assert "the newest run: runs/new\n" in error
