@@ -239,9 +239,10 @@ def engine_processes(run_dir: Path) -> Sequence[psutil.Process]:
 def repeats(row: Row) -> bool:
     """Say whether a killed run of these settings must end with the same bytes. Tokens
     depend on their neighbours in vLLM, with experts, and with layers that have states.
+    Other limits make other micro-batches and parts, whose sums round differently.
     """
     is_exact = row["model"] == "dense" and row["engine"] == "embedded"
-    is_same = row["resume"] != "learning_rate" and row["deterministic"] != "false"
+    is_same = row["resume"] == "same" and row["deterministic"] != "false"
     return row["max_staleness"] == "0" and is_exact and is_same
 
 
