@@ -86,8 +86,7 @@ def test_auto_is_near_the_best_look_ahead_after_20_steps(
         assert abs(tried[-1] - least) <= 1, (
             f"seed {workload.seed}: {tried}, {least} is best"
         )
-        # Until step 17 a raise by 1 is on trial, and the next raise needs ten steps.
-        changes = sum(before != after for before, after in pairwise(tried[30:]))
+        changes = sum(before != after for before, after in pairwise(tried[20:]))
         assert changes <= 3, f"seed {workload.seed}: {tried} goes to and fro"
 
 
@@ -156,9 +155,8 @@ async def look_aheads(
         (0.5, NUM_GROUPS, 0.0, 0.0, False, {2}, 2),
         (0.25, 2 * NUM_GROUPS, 0.0, 0.3, False, {2}, 2),
         (0.25, 3 * NUM_GROUPS, 0.0, 0.0, False, {2}, 2),
-        # The engines are: a raise by 1 is tried, gains nothing, and is undone.
-        (0.5, NUM_GROUPS, 0.0, 0.0, True, {2, 3}, 2),
-        (0.9, NUM_GROUPS, 0.0, 0.05, True, {2, 3}, 2),
+        # The engines are: a raise is tried, gains nothing, and is undone.
+        (0.5, NUM_GROUPS, 0.0, 0.0, True, {2, 3, 4, 5, 6, 7, 8}, 2),
         # A group takes four steps, and 0.9 batches are to be ready.
         (0.25, 64, 0.0, 0.0, False, {2, 3, 4, 5, 6}, 5),
         # The same, and it needs a slot for a fifth of the time.

@@ -18,8 +18,6 @@ BATCH_IN_HAND = 0.9
 """Ready batches to keep: in simulations the fewest that keep the trainer 95 % busy."""
 SLACK = 0.3
 """Excess batches before lowering."""
-MARGIN = 0.25
-"""Fraction of the expected gain of a raise by 1 that noise may explain."""
 HOLD = 96
 """Batches before a refuted change is tried again."""
 
@@ -45,7 +43,7 @@ class LookAhead:
 
     Engines may slow down as more groups run. So a raise must make batches come faster,
     in proportion to look_ahead + 1; otherwise it is undone in part, and not repeated
-    for a while. The first raise is by 1: a run that gains nothing does not go further.
+    for a while.
 
     Example: batches of 4 groups. A group samples for 3 s, a step takes 1 s, so 3 batches must run, and 0.9
     be ready. With the first value, 2, the trainer lacks groups for half a second of each batch.
@@ -55,8 +53,8 @@ class LookAhead:
         >>> for batch in range(8):
         ...     auto.note(1.5 * batch + 1.0, num_running=8, lacks=True)
         ...     now = auto.batch_taken(1.5 * (batch + 1), num_groups=4, num_ready=0)
-        >>> now  # 4 is the target, and the first raise is by 1
-        3
+        >>> now
+        4
     """
 
     def __init__(self, max_staleness: int) -> None:
@@ -130,14 +128,10 @@ class LookAhead:
         wanted = group_s / step_s + BATCH_IN_HAND
         target = min(math.ceil(wanted), self._limit)
         if lack > MIN_LACK_FRACTION and target > self.current:
-            if self.current <= START:
-                target = self.current + 1
             # A second raise during a trial is judged against the time before the first
-            # one. The first raise by 1 is judged before any other.
+            # one.
             if self._trial_of is None:
                 self._trial_of = (self.current, *self._measured())
-            elif self._trial_of[0] <= START:
-                return
             if self._came_down:
                 self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
@@ -160,7 +154,7 @@ class LookAhead:
         # gained less than noise explains. If batches come 1.2 times as fast after a
         # raise from 2 to 8, then ceil(3 * 1.2) - 1 = 3 would have done.
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
-        needed = max(look_ahead, math.ceil((look_ahead + 1) * gain - MARGIN) - 1)
+        needed = max(look_ahead, math.ceil((look_ahead + 1) * gain) - 1)
         if needed < self.current:
             self._limit, self._limit_until = needed, self._batch + HOLD
             self.current = needed
