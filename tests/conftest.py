@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import typer.main
@@ -200,6 +201,16 @@ def pytest_runtest_makereport() -> Generator[
         (name, text.encode(errors="replace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.fixture(autouse=True)
+def environment_of_the_test() -> Iterator[None]:
+    """Variables that a test or a library sets are gone for the next test: a fork cannot
+    have its own. The client of OpenEnv leaves NO_PROXY behind when two of them connect
+    at the same time.
+    """
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
