@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -160,7 +162,9 @@ def sample(seed: int) -> Sampled:
     )
 
 
-def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
+def our_loss(
+    sampled: Sampled, *, age_M: Sequence[int] = (), **algorithm: Any
+) -> Answer:
     rows = [
         ([0] * (1 + length), [False] + [True] * length) for length in sampled.lengths
     ]
@@ -170,6 +174,10 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     header = header.model_copy(update={"trajectories": entries})
     arrays = changed(arrays, behaviour_logprobs=over_batch(sampled.behaviour_M, arrays))
     mask = arrays.is_sampled
+    if age_M:
+        header = header.model_copy(update={"version": max(age_M)})
+        age_N = over_batch(torch.tensor(age_M).float(), arrays).astype(np.int32)
+        arrays = changed(arrays, versions=np.where(mask, header.version - age_N, -1))
     settings = {"advantage": "dr_grpo", "clip_high": 0.28, **algorithm}
     objective = Objective(
         make_spec(Path(), Path(), algorithm=settings, max_tokens=MAX_TOKENS)
@@ -306,6 +314,54 @@ def test_loss_and_gradient_match_trl(name: str) -> None:
         ):
             clip_fraction = stats["clip_fraction"] / sum(sampled.lengths)
             assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
+
+
+def test_age_clip_gives_older_tokens_more_room() -> None:
+    """Each token's gradient by a loop over plain numbers. One optimizer step: the
+    proximal policy is the current one.
+    """
+    sampled = sample(2)
+    count = sum(sampled.lengths)
+    sampled = replace(sampled, proximal_M=sampled.current_M.detach())
+    age_M = [token % 5 * 2 for token in range(count)]
+    ours, stats, advantage_B = our_loss(
+        sampled,
+        age_M=age_M,
+        loss="age_clip",
+        clip_high=0.1,
+        kl_coefficient=0.3,
+        kl_estimator="k2",
+    )
+    expected, num_kept = [], 0
+    for token in range(count):
+        sequence = sum(
+            token >= sum(sampled.lengths[: n + 1]) for n in range(len(sampled.lengths))
+        )
+        advantage = float(advantage_B[sequence])
+        current = float(sampled.proximal_M[token])
+        ratio = math.exp(current - float(sampled.behaviour_M[token]))
+        steps = 1 + age_M[token] / 2
+        moved_too_far = (
+            ratio > 1.1**steps if advantage > 0 else ratio < 0.8**steps
+        ) and advantage != 0
+        num_kept += not moved_too_far
+        kl = 0.3 * min(ratio, 1.0) * (current - float(sampled.reference_M[token]))
+        expected.append((kl - advantage * (not moved_too_far)) / count)
+    assert_close(gradient(ours, sampled), torch.tensor(expected))
+    assert stats["importance_weight"] == num_kept
+    fresh = our_loss(sampled, loss="age_clip", clip_high=0.1)[1]["importance_weight"]
+    assert fresh < num_kept < count
+
+
+def test_age_clip_is_ppo_clip_on_policy() -> None:
+    sampled = sample(3)
+    same_M = sampled.current_M.detach()
+    sampled = replace(sampled, proximal_M=same_M, behaviour_M=same_M)
+    gradients = [
+        gradient(our_loss(sampled, loss=loss, kl_coefficient=0.3)[0], sampled)
+        for loss in ("age_clip", "ppo_clip")
+    ]
+    assert torch.equal(*gradients)
 
 
 def test_advantages_match_trl() -> None:

@@ -202,6 +202,28 @@ def correct(
     return torch.where((weight_M >= floor) & (weight_M <= cap), weight_M, 0.0)
 
 
+def age_clip(
+    log_weight_M: Tensor, advantage_M: Tensor, age_M: Tensor, low: float, high: float
+) -> Tensor:
+    """1 or 0: masks tokens that left the region (1 - low)^k to (1 + high)^k in the
+    direction of their advantage, k = 1 + age / 2. float32 [M].
+
+    `age_M`: the trainer's version - the token's. On policy, each step may move a token
+    as far as a clip allows. A fixed clip around a policy of d steps ago allows that
+    once in d steps, and the run learns d times slower; without a clip, d steps go in a
+    direction that one would have been enough for. docs/results/staleness.md measures it.
+
+    Example: tokens that became 1.5 times as likely, with a positive advantage. The
+    limits are 1.2^1 and 1.2^3 = 1.73.
+        >>> age_clip(torch.tensor([1.5, 1.5]).log(), torch.ones(2), torch.tensor([0, 4]), 0.2, 0.2).tolist()
+        [0.0, 1.0]
+    """
+    k_M = 1.0 + age_M / 2.0
+    is_above_M = (log_weight_M > k_M * math.log1p(high)) & (advantage_M > 0)
+    is_below_M = (log_weight_M < k_M * math.log1p(-low)) & (advantage_M < 0)
+    return (~(is_above_M | is_below_M)).float()
+
+
 def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
     """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most
     M2_LIMIT.

@@ -23,6 +23,9 @@ BUILT_IN_ADVANTAGES = {
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that need all tokens of an optimizer step."""
 
+ALL_BEFORE = WHOLE_BATCH | {"age_clip"}
+"""Corrections by how far a token has moved, for which a part of the way is not enough."""
+
 WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
 """Surrogates whose ratio includes the correction."""
 
@@ -64,6 +67,7 @@ RECIPES = {
     "gspo": Recipe(_LOSSES + "gspo", aggregate="sequence"),
     "luspo": Recipe(_LOSSES + "gspo", aggregate="sequence_sum"),
     "vespo": Recipe(_LOSSES + "vespo"),
+    "age_clip": Recipe(_LOSSES + "ppo_clip", "proximal", "age_clip"),
     "m2po": Recipe(_LOSSES + "importance_ratio", "behaviour", "m2po"),
 }
 
@@ -120,7 +124,7 @@ def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
 def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
     correction = recipe.correction
     # Interpolated logprobs exist only during the step, micro-batch by micro-batch.
-    if correction in WHOLE_BATCH and config.proximal == "interpolate":
+    if correction in ALL_BEFORE and config.proximal == "interpolate":
         raise _refused(
             f"algorithm.proximal=interpolate with correction={correction}",
             "the correction needs the proximal logprobs of all tokens before the first step",

@@ -44,16 +44,24 @@ class AlgorithmConfig(FrozenConfig):
     """
     loss: str = "ppo_clip"
     """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo,
-    gspo, luspo, vespo, m2po) or `module:function`.
+    gspo, luspo, vespo, age_clip, m2po) or `module:function`.
     """
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
     """Policy in the denominator of the loss's ratio (auto = as in the loss's paper)."""
     correction: Literal[
-        "auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"
+        "auto",
+        "none",
+        "tis",
+        "tis_sequence",
+        "mis",
+        "mis_sequence",
+        "icepop",
+        "age_clip",
+        "m2po",
     ] = "auto"
     """Weight of the step from behaviour to proximal policy: truncated (tis) or masked
-    (mis) importance weights per token or sequence, icepop, m2po (auto = as in the
-    loss's paper).
+    (mis) importance weights per token or sequence, icepop, m2po, or a clip range that
+    grows with a token's age (age_clip) (auto = as in the loss's paper).
     """
     aggregate: Literal["auto", "token", "sequence", "sequence_sum", "constant"] = "auto"
     """Mean over tokens, over sequences of their token means (sequence) or token sums

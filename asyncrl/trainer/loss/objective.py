@@ -470,12 +470,16 @@ class Objective:
             over_tokens,
         )
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
-        correction_M = None
-        if step.correction_N is not None:
-            correction_M = over_tokens(step.correction_N)
-        elif self._is_corrected:
-            log_weight_M = proximal_M - behaviour_M
-            correction_M = self._correct(log_weight_M, advantage_M, micro.sequence_M)
+        correction_M = kl_weight_M = None
+        if self._is_corrected:
+            correction_M, kl_weight_M = self._corrections(
+                batch,
+                step,
+                proximal_M - behaviour_M,
+                advantage_M,
+                micro.sequence_M,
+                over_tokens,
+            )
         is_within = self._recipe.surrogate in WITHIN_RATIO
         denominator_M = anchor_M
         if correction_M is not None and is_within:
@@ -508,7 +512,7 @@ class Objective:
                 current_M,
                 reference_M,
                 anchor_M,
-                correction_M,
+                kl_weight_M,
             )
             stats["kl_reference"] = kl_M.detach().sum()
             # Masks exclude a token's surrogate, not its KL, so this comes after them.
@@ -538,6 +542,28 @@ class Objective:
         )
         return settings.distill_weight * distance_M
 
+    def _corrections(
+        self,
+        batch: BatchNumbers,
+        step: StepNumbers,
+        log_weight_M: Tensor,
+        advantage_M: Tensor,
+        sequence_M: Tensor,
+        read: Callable[[npt.NDArray[np.generic]], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights of the surrogate and of the KL, float32 [M]."""
+        if self._recipe.correction == "age_clip":
+            age_M = batch.header.version - read(batch.arrays.versions)
+            low, high = self.settings.clip_low, self.settings.clip_high
+            mask_M = losses.age_clip(log_weight_M, advantage_M, age_M, low, high)
+            # A masked token keeps its KL, which pulls it back into the region.
+            return mask_M, losses.exp_ratio(log_weight_M).clamp(max=1.0)
+        if step.correction_N is not None:
+            correction_M = read(step.correction_N)
+        else:
+            correction_M = self._correct(log_weight_M, advantage_M, sequence_M)
+        return correction_M, correction_M
+
     def _proximal(
         self,
         batch: BatchNumbers,
@@ -557,7 +583,7 @@ class Objective:
         current_M: Tensor,
         reference_M: Tensor,
         anchor_M: Tensor,
-        correction_M: Tensor | None,
+        weight_M: Tensor | None,
     ) -> Tensor:
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
@@ -568,7 +594,7 @@ class Objective:
             anchor_M,
             estimator,
         )
-        return kl_M if correction_M is None else kl_M * correction_M
+        return kl_M if weight_M is None else kl_M * weight_M
 
     def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
         loss_M, stats = self._surrogate(tokens, self.settings)
