@@ -1,15 +1,18 @@
 """Runs for the record of staleness against quality: learning curves of one task at
 different ages of the tokens.
 
-    python benchmarks/staleness_record.py [--parts age auto smollm2 agent]
+    python benchmarks/staleness_record.py [--parts age losses auto smollm2 agent]
         [--seconds 3600] [--list]
 
     age      the quickstart's model: age (look-ahead = bound) 0, 1, 2, 4, 8, 16 and 32,
              three learning rates, five seeds
+    losses   the same model at one rate: `age_clip` at ages of 2 to 32, and four other
+             losses at age 8, five seeds
     auto     the same model with `look_ahead: auto` and bounds of 1, 2, 4 and 8,
              groups that are late masked or awaited, five seeds
     smollm2  SmolLM2-135M, ages 0, 2 and 8, four corrections, five seeds
-    agent    configs/agent.yaml, ages 0, 4 and 16, three seeds
+    agent    configs/agent.yaml, ages 0, 4 and 16, with `ppo_clip` and `age_clip`, three
+             seeds
 
 Each run is an `asyncrl run` at a constant learning rate, one at a time; the seeds of
 one arm are apart, so that a break leaves all arms with as many seeds. Where an age is
@@ -30,6 +33,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -60,9 +64,9 @@ FAULTS = (
     "trainer/skipped_steps",
 )
 """Counts of a run's last line that must be 0."""
-CURVES = {
-    "reward/mean": 4,
-    "time_s": 2,
+CURVES = {"reward/mean": 4, "time_s": 1}
+"""Metrics that are kept for each step, with their digits."""
+MEANS = {
     "sample/length_mean": 2,
     "sample/truncated_fraction": 3,
     "policy/clip_fraction": 4,
@@ -71,8 +75,9 @@ CURVES = {
     "policy/entropy": 3,
     "policy/grad_norm": 3,
 }
-"""Metrics that are kept for each step, with their digits."""
-SLEEP_US = {"age": "60", "smollm2": "500", "agent": "60"}
+"""Metrics whose means over MEAN_STEPS steps are kept, with their digits."""
+MEAN_STEPS = 10
+SLEEP_US = {"age": "60", "losses": "60", "smollm2": "500", "agent": "60"}
 """Microseconds that the trainer sleeps for each token."""
 AGE_TOLERANCE = 0.15
 """Share of the age that is asked for by which the mean age may differ."""
@@ -116,6 +121,12 @@ def arms(part: str) -> Iterator[Arm]:
         for rate, age in itertools.product(("1e-3", "2e-3", "3e-3"), ages):
             settings = {**at_age(age), "trainer.learning_rate": rate}
             yield Arm(part, "configs/quickstart.yaml", settings, 300, age)
+    if part == "losses":
+        losses: list[tuple[str, int]] = [("age_clip", age) for age in (2, 4, 8, 16, 32)]
+        losses += [(loss, 8) for loss in ("cispo", "decoupled_ppo", "m2po", "vespo")]
+        for loss, age in losses:
+            settings = {**at_age(age), "algorithm.loss": loss}
+            yield Arm(part, "configs/quickstart.yaml", settings, 300, age)
     if part == "auto":
         for bound, overdue in itertools.product((1, 2, 4, 8), ("mask", "wait")):
             settings = {
@@ -134,8 +145,15 @@ def arms(part: str) -> Iterator[Arm]:
             settings = {**at_age(age), **correction}
             yield Arm(part, "configs/smollm2.yaml", settings, 120, age)
     if part == "agent":
-        for age in (0, 4, 16):
-            yield Arm(part, "configs/agent.yaml", at_age(age), 150, age)
+        for loss, age in (
+            ("ppo_clip", 0),
+            ("ppo_clip", 4),
+            ("ppo_clip", 16),
+            ("age_clip", 4),
+            ("age_clip", 16),
+        ):
+            settings = {**at_age(age), "algorithm.loss": loss}
+            yield Arm(part, "configs/agent.yaml", settings, 150, age)
 
 
 def seeds(part: str) -> Sequence[int]:
@@ -212,6 +230,11 @@ def row_of(arm: Arm, seed: int, run_dir: Path) -> tuple[dict[str, Any], str]:
     }
     for name, digits in CURVES.items():
         row[name] = [round(line.get(name, 0.0), digits) for line in lines]
+    for name, digits in MEANS.items():
+        values = [line.get(name, 0.0) for line in lines]
+        starts = range(0, len(values), MEAN_STEPS)
+        parts = [values[start : start + MEAN_STEPS] for start in starts]
+        row[name] = [round(statistics.fmean(part), digits) for part in parts]
     return row, why_disturbed(arm, lines[-1] if lines else {}, ages)
 
 
@@ -255,8 +278,8 @@ def run(arm: Arm, seed: int) -> tuple[dict[str, Any], str]:
 
 def main() -> None:
     parser = plain_options(__doc__)
-    parts = ("age", "auto", "smollm2", "agent")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:2])
+    parts = ("age", "losses", "auto", "smollm2", "agent")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:3])
     parser.add_argument(
         "--seconds", type=float, default=3600.0, help="begin no run after (%(default)s)"
     )

@@ -401,6 +401,13 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "10.0% of the tokens, which were masked. Groups dropped as too old and",
         ),
         (
+            "train_s=1 sample/staleness_mean=7.8",
+            [],
+            "training",
+            "Tokens were 7.8 versions old, from which algorithm.loss=ppo_clip learns slowly: "
+            "set algorithm.loss=age_clip, or lower buffer.look_ahead.",
+        ),
+        (
             "train_s=1 cores_fraction=0.87",
             [],
             "training",
@@ -445,12 +452,17 @@ CAUSES = {
     "a slow async reward": (
         "",
         f"{IDLE} perf/rewards_s=20 sample/staleness_max=4",
+        "buffer.max_staleness algorithm.loss",
+    ),
+    "a loss for old tokens": (
+        "algorithm.loss=age_clip",
+        f"{IDLE} sample/staleness_max=4",
         "buffer.max_staleness",
     ),
     "a look-ahead that equals the bound": (
         "buffer.look_ahead=4",
         f"{IDLE} sample/staleness_max=4",
-        "buffer.max_staleness buffer.look_ahead",
+        "buffer.max_staleness buffer.look_ahead algorithm.loss",
     ),
     "a small look-ahead": (
         "buffer.look_ahead=1",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import AlgorithmConfig
+from asyncrl.config import AlgorithmConfig, RunConfig
 
 _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.losses:"
 
@@ -31,6 +31,10 @@ WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
 
 # Only these read clip_delta; elsewhere the setting would silently do nothing.
 _CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
+AGE_AT_NO_PRICE = 2
+"""Mean age of tokens, in versions, that costs no steps with a clip around the policy
+that sampled them; age 4 costs 1.5 times the steps (docs/results/staleness.md).
+"""
 _CAP, _CAPS = 2.0, {"icepop": 5.0}
 """importance_cap for auto, by correction."""
 ICEPOP_FLOOR = 0.5
@@ -114,6 +118,17 @@ def resolve(config: AlgorithmConfig) -> Recipe:
             "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip",
         )
     return recipe
+
+
+def slow_with_age(config: RunConfig) -> str:
+    """Return the first loss that clips around the policy that sampled a token, or "". It
+    learns more slowly from tokens older than AGE_AT_NO_PRICE.
+    """
+    for algorithm in (config.algorithm, *config.algorithms.values()):
+        recipe = resolve(algorithm)
+        if recipe.surrogate in _CLIPPED and recipe.ratio == "behaviour":
+            return algorithm.loss
+    return ""
 
 
 def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 
+from asyncrl.algorithms.registry import AGE_AT_NO_PRICE, slow_with_age
 from asyncrl.base.extensions import load_place, rows
 from asyncrl.config import RunConfig
 from asyncrl.config.run_config import key_of
@@ -221,7 +222,10 @@ class Pace:
         # which needs max_staleness=0
         is_colocated = self.steps.total("perf/handover_s") > 0
         if used >= ahead and not is_colocated:
-            yield f"Raise {' and '.join(map(self.now, keys))}: all batches ahead were in use."
+            text = f"Raise {' and '.join(map(self.now, keys))}: all batches ahead were in use."
+            if ahead >= AGE_AT_NO_PRICE and slow_with_age(self.config):
+                text += " Then set algorithm.loss=age_clip, or older tokens teach more slowly."
+            yield text
 
     def _losses(self) -> Iterator[str]:
         sampled = self.steps.total("tokens/sampled")
@@ -229,6 +233,12 @@ class Pace:
             yield f"Too old for buffer.max_staleness: {masked:.1%} of the tokens, which were masked."
         if share := self.steps.mean("task/unreadable"):
             yield f"A library raised on {share:.1%} of the answers, which earned 0 (task/unreadable)."
+        age = self.steps.mean("sample/staleness_mean") or 0.0
+        if age >= AGE_AT_NO_PRICE + 1 and (loss := slow_with_age(self.config)):
+            yield (
+                f"Tokens were {age:.1f} versions old, from which algorithm.loss={loss} learns slowly: set "
+                "algorithm.loss=age_clip, or lower buffer.look_ahead."
+            )
         for metric, words in LOSSES.items():
             if num := self.steps.newest(metric):
                 yield f"{words}: {num:.0f}."

@@ -17,7 +17,12 @@ from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import GeneratorConfig, JobConfig, RunConfig, TaskConfig
 from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
-from asyncrl.job.check.config_warnings import digests_of, find_warnings, repeats_of
+from asyncrl.job.check.config_warnings import (
+    digests_of,
+    find_warnings,
+    repeats_of,
+    warn_of_age,
+)
 from asyncrl.job.check.found import Found
 from asyncrl.job.check.model_check import (
     check_architecture,
@@ -91,7 +96,10 @@ def check_run(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
         digests_of(evals),
     )
     trained = {key_of("task", name): task for name, task in found.tasks.items()}
-    yield from (f"warning: {text}" for text in [*doubts, *repeats_of(trained)])
+    yield from (
+        f"warning: {text}"
+        for text in [*doubts, *repeats_of(trained), *warn_of_age(config)]
+    )
     for name, prompt in found.prompts.items():
         yield from try_prompt(config, found, name, prompt)
     yield from check_plan(config, nodes)

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
+from asyncrl.algorithms.registry import AGE_AT_NO_PRICE, slow_with_age
+from asyncrl.config import RunConfig
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.prompt_source import TaskPrompts
@@ -43,6 +45,18 @@ def find_warnings(
     for key, digest in held_out.items():
         if digest in trained:
             yield f"{key}: its rows are also trained, so it measures memory; hold rows out"
+
+
+def warn_of_age(config: RunConfig) -> Iterator[str]:
+    """Yield a warning if tokens will be older than the loss learns from at full speed."""
+    ahead = config.buffer.look_ahead
+    loss = slow_with_age(config)
+    if ahead != "auto" and ahead > AGE_AT_NO_PRICE and loss:
+        yield (
+            f"buffer.look_ahead={ahead} makes tokens about {ahead} versions old, and algorithm.loss={loss} "
+            "learns slowly from such tokens (docs/results/staleness.md): set algorithm.loss=age_clip, or "
+            "buffer.look_ahead=auto"
+        )
 
 
 def repeats_of(tasks: Mapping[str, PromptTask]) -> Iterator[str]:
