@@ -404,7 +404,7 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "train_s=1 sample/staleness_mean=7.8",
             [],
             "training",
-            "Tokens were 7.8 versions old, from which algorithm.loss=ppo_clip learns slowly: "
+            "were 7.8 versions old on average, from which algorithm.loss=ppo_clip learns slowly: "
             "set algorithm.loss=age_clip, or lower buffer.look_ahead.",
         ),
         (

@@ -411,7 +411,7 @@ trainer.learning_rate=0.011 -> 0.011 probably destroys the model: set it to 0.01
 trainer.lora={{rank: 4}} trainer.learning_rate=0.011 ->
 trainer.num_steps=8 trainer.warmup_steps=9 -> trainer.warmup_steps=9 is above the 8 steps of the run
 trainer.num_steps=4 trainer.epochs=2 trainer.warmup_steps=8 ->
-buffer.max_staleness=8 buffer.look_ahead=3 -> tokens about 3 versions old, and algorithm.loss=ppo_clip learns slowly
+buffer.max_staleness=8 buffer.look_ahead=3 -> 3 versions old, and algorithm.loss=ppo_clip learns slowly
 buffer.max_staleness=8 buffer.look_ahead=2 ->
 buffer.max_staleness=8 buffer.look_ahead=8 algorithm.loss=age_clip ->
 buffer.max_staleness=8 buffer.look_ahead=8 algorithm.loss=decoupled_ppo ->

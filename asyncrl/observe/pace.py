@@ -236,8 +236,9 @@ class Pace:
         age = self.steps.mean("sample/staleness_mean") or 0.0
         if age >= AGE_AT_NO_PRICE + 1 and (loss := slow_with_age(self.config)):
             yield (
-                f"Tokens were {age:.1f} versions old, from which algorithm.loss={loss} learns slowly: set "
-                "algorithm.loss=age_clip, or lower buffer.look_ahead."
+                f"The oldest trained tokens of rollouts were {age:.1f} versions old on average, from which "
+                f"algorithm.loss={loss} learns slowly: set algorithm.loss=age_clip, or lower "
+                "buffer.look_ahead."
             )
         for metric, words in LOSSES.items():
             if num := self.steps.newest(metric):
