@@ -22,6 +22,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Two-sided 95 % quantile of Student's t by the number of seeds."""
 POWER_Z = 1.96 + 0.84
 """Quantiles of 5 % two-sided and of a power of 0.8."""
-RATE, LOOK_AHEAD = "trainer.learning_rate", "buffer.look_ahead"
+SHIPPED = {"smollm2": "3e-5", "agent": "2e-3"}
+"""Learning rates of the other configs."""
 
 
 def running_mean(row: Row) -> list[float]:
@@ -45,17 +47,19 @@ def running_mean(row: Row) -> list[float]:
     return [statistics.fmean(rewards[end - WINDOW : end]) for end in ends]
 
 
-def step_reached(row: Row) -> int | None:
-    """Return the first step, from 1, whose last ten batches have the level."""
+def step_reached(row: Row) -> int:
+    """Return the first step, from 1, whose last ten batches have the level, or the last."""
     means = enumerate(running_mean(row), WINDOW)
-    return next((step for step, mean in means if mean >= LEVEL), None)
+    return next((step for step, mean in means if mean >= LEVEL), row["steps"])
 
 
 def steps_to_level(row: Row) -> float:
     step = step_reached(row)
-    if step is None:
-        return float(row["steps"])
-    return step - row["age"][step - 1]
+    return step - row["age"][step - 1] * (step < row["steps"])
+
+
+def seconds_to_level(row: Row) -> float:
+    return float(row["time_s"][step_reached(row) - 1])
 
 
 def compared(logs: Sequence[float]) -> str:
@@ -70,93 +74,94 @@ def compared(logs: Sequence[float]) -> str:
     return f"{math.exp(mean):>9.2f}{f'{low:.2f} to {high:.2f}':>14}{p:>6.2f}{seeds:>6}"
 
 
-def print_part(rows: Sequence[Row], zeros: dict[tuple[str, int], Row]) -> None:
-    arms = defaultdict[str, list[Row]](list)
-    for row in rows:
-        words = [
-            f"{key.split('.')[-1]}={row['settings'][key]}" for key in row["settings"]
-        ]
-        arms[" ".join(words)].append(row)
-    print(
-        f"\n{rows[0]['part']:<66}{'runs':>5}{'age':>6}{'final':>7}{'steps':>7}{'s':>5}"
-        f"{'of age 0':>9}{'95 %':>14}{'p':>6}{'seeds':>6}"
-    )
-    for words, every in sorted(arms.items(), key=lambda arm: order_of(arm[1][0])):
-        reached = [step_reached(row) for row in every]
-        seconds = [
-            row["time_s"][-1 if step is None else step - 1]
-            for row, step in zip(every, reached, strict=True)
-        ]
-        sign = ">" if sum(step is None for step in reached) * 2 > len(reached) else ""
-        steps = sign + f"{statistics.median(map(steps_to_level, every)):.0f}"
-        age = statistics.fmean(statistics.fmean(row["age"]) for row in every)
-        final = statistics.fmean(running_mean(row)[-1] for row in every)
-        line = f"{words:<66}{len(every):>5}{age:>6.2f}{final:>7.3f}{steps:>7}"
-        line += f"{statistics.median(seconds):>5.0f}"
-        pairs = [(row, zeros.get(base_of(row))) for row in every]
-        logs = [
-            math.log(steps_to_level(row) / steps_to_level(zero))
-            for row, zero in pairs
-            if zero is not None and zero is not row
-        ]
-        print(line + (compared(logs) if len(logs) > 1 else ""))
+@dataclass(frozen=True, order=True)
+class Arm:
+    """What the runs of an arm share. `config`: the same prompts for the same seed."""
+
+    part: str
+    loss: str
+    rate: str
+    bound: int
+    look_ahead: str
+    overdue: str
 
 
-def order_of(row: Row) -> list[object]:
-    """Return the key of an arm's place in the table."""
+def arm_of(row: Row) -> Arm:
     settings = row["settings"]
-    others = [value for key, value in settings.items() if "buffer" not in key]
-    return [others, int(settings["buffer.max_staleness"]), str(settings)]
+    loss = settings.get("algorithm.loss", "ppo_clip")
+    return Arm(
+        row["part"],
+        f"{loss} {settings.get('algorithm.correction', '')}",
+        settings.get("trainer.learning_rate", SHIPPED.get(row["part"], "2e-3")),
+        int(settings["buffer.max_staleness"]),
+        settings.get("buffer.look_ahead", "auto"),
+        settings.get("buffer.on_overdue", "mask"),
+    )
 
 
-def base_of(row: Row) -> tuple[str, int]:
-    """Return the key of the run at age 0 with the same model, rate and seed."""
-    small = "smollm2" if row["part"] in ("smollm2", "agent") else ""
-    rate = row["settings"].get(RATE, "2e-3")
-    return f"{row['part'] if small else ''} {rate}", row["seed"]
-
-
-def zeros_of(rows: Sequence[Row]) -> dict[tuple[str, int], Row]:
+def zeros_of(rows: Sequence[Row]) -> dict[object, Row]:
     """Return the runs at age 0. Raises ValueError if a pair saw other prompts."""
-    zeros = {
-        base_of(row): row for row in rows if row["settings"].get(LOOK_AHEAD) == "0"
-    }
+    zeros = {base_of(row): row for row in rows if arm_of(row).look_ahead == "0"}
     for row in rows:
-        zero = zeros.get(base_of(row))
-        if zero and row["steps"] == zero["steps"] and row["prompts"] != zero["prompts"]:
+        zero = zeros.get(base_of(row), row)
+        if row["steps"] == zero["steps"] and row["prompts"] != zero["prompts"]:
             raise ValueError(f"{row['part']}, seed {row['seed']}: the prompts differ")
     return zeros
 
 
+def base_of(row: Row) -> object:
+    """Return the key of the run at age 0 with the same config, rate and seed."""
+    return SHIPPED.get(row["part"]), arm_of(row).rate, row["seed"]
+
+
+def print_part(rows: Sequence[Row], zeros: dict[object, Row]) -> None:
+    print(
+        f"\n{rows[0]['part']:<50}{'runs':>5}{'age':>6}{'final':>7}{'steps':>7}{'s':>5}"
+        f"{'of age 0':>9}{'95 %':>14}{'p':>6}{'seeds':>6}"
+    )
+    for arm, group in itertools.groupby(sorted(rows, key=arm_of), arm_of):
+        every = list(group)
+        words = f"{arm.loss} rate={arm.rate} bound={arm.bound} look_ahead={arm.look_ahead} {arm.overdue}"
+        steps = [steps_to_level(row) for row in every]
+        sign = ">" if statistics.median(steps) >= every[0]["steps"] else ""
+        age = statistics.fmean(statistics.fmean(row["age"]) for row in every)
+        final = statistics.fmean(running_mean(row)[-1] for row in every)
+        seconds = statistics.median(map(seconds_to_level, every))
+        line = f"{words:<50}{len(every):>5}{age:>6.2f}{final:>7.3f}"
+        line += f"{f'{sign}{statistics.median(steps):.0f}':>7}{seconds:>5.0f}"
+        pairs = [(row, zeros.get(base_of(row), row)) for row in every]
+        logs = [
+            math.log(steps_to_level(row) / steps_to_level(zero))
+            for row, zero in pairs
+            if zero is not row
+        ]
+        print(line + (compared(logs) if len(logs) > 1 else ""))
+
+
+PANELS = (
+    ("ppo_clip ", "1e-3"),
+    ("ppo_clip ", "2e-3"),
+    ("ppo_clip ", "3e-3"),
+    ("age_clip ", "2e-3"),
+)
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Reward against the policy's steps, the mean over the seeds: `ppo_clip` at three
-    rates, and `age_clip`.
-    """
+    """Reward against the policy's steps, the mean over the seeds, by loss and rate."""
     from matplotlib import pyplot as plt
 
-    panels = {
-        f"ppo_clip, learning rate {rate}": (None, rate)
-        for rate in ("1e-3", "2e-3", "3e-3")
-    }
-    panels["age_clip, learning rate 2e-3"] = ("age_clip", "2e-3")
-    figure, axes = plt.subplots(1, len(panels), figsize=(16, 4), sharey=True)
-    for axis, (title, (loss, rate)) in zip(axes, panels.items(), strict=True):
-        of_age = defaultdict[int, list[Row]](list)
-        for row in rows:
-            settings = row["settings"]
-            is_zero = settings.get(LOOK_AHEAD) == "0"
-            has_loss = is_zero or settings.get("algorithm.loss") == loss
-            if (
-                row["part"] in ("age", "losses")
-                and has_loss
-                and settings.get(RATE, "2e-3") == rate
-            ):
-                of_age[int(settings[LOOK_AHEAD])].append(row)
-        for age, every in sorted(of_age.items()):
-            means = zip(*map(running_mean, every), strict=True)
-            curve = [statistics.fmean(one) for one in means][age:]
-            axis.plot(range(WINDOW, WINDOW + len(curve)), curve, label=f"age {age}")
-        axis.set(title=title, xlabel="optimizer steps of the policy")
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(16, 4), sharey=True)
+    quickstart = [row for row in rows if row["part"] in ("age", "losses")]
+    for axis, (loss, rate) in zip(axes, PANELS, strict=True):
+        curves = defaultdict[int, list[list[float]]](list)
+        for row in quickstart:
+            arm = arm_of(row)
+            if arm.rate == rate and (arm.loss == loss or arm.bound == 0):
+                curves[arm.bound].append(running_mean(row)[arm.bound :])
+        for age, every in sorted(curves.items()):
+            means = [statistics.fmean(column) for column in zip(*every, strict=True)]
+            axis.plot(range(WINDOW, WINDOW + len(means)), means, label=f"age {age}")
+        axis.set(title=f"{loss}, learning rate {rate}", xlabel="steps of the policy")
         axis.grid(visible=True, alpha=0.3)
         axis.legend()
     axes[0].set_ylabel("reward, mean of ten steps and of the seeds")
