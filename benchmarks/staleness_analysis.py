@@ -161,7 +161,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         for age, every in sorted(curves.items()):
             means = [statistics.fmean(column) for column in zip(*every, strict=True)]
             axis.plot(range(WINDOW, WINDOW + len(means)), means, label=f"age {age}")
-        axis.set(title=f"{loss}, learning rate {rate}", xlabel="steps of the policy")
+        axis.set(
+            title=f"{loss.strip()}, learning rate {rate}", xlabel="steps of the policy"
+        )
         axis.grid(visible=True, alpha=0.3)
         axis.legend()
     axes[0].set_ylabel("reward, mean of ten steps and of the seeds")
