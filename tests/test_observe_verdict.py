@@ -37,6 +37,7 @@ def config(*overrides: str) -> RunConfig:
         "rollout.slots=64",
         "rollout.group_size=8",
         "trainer.learning_rate=1.5e-3",
+        "algorithm.loss=ppo_clip",
     )
     return load("trainer.num_groups=4", "buffer.max_staleness=4", *numbers, *overrides)
 
