@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,12 @@ os.environ |= {
 }
 # scikit-learn
 os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
+
+# A job in the background of a script has SIGINT and SIGQUIT ignored, and all its children
+# inherit that: tests of signals would wait for their limits.
+for ignored in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 
 # The commands are built once, not for each command line of a test: 50 ms.
 typer.main.get_command = functools.cache(typer.main.get_command)
