@@ -88,10 +88,9 @@ class Arm:
 
 def arm_of(row: Row) -> Arm:
     settings = row["settings"]
-    loss = settings.get("algorithm.loss", "ppo_clip")
     return Arm(
         row["part"],
-        f"{loss} {settings.get('algorithm.correction', '')}",
+        f"{settings['algorithm.loss']} {settings.get('algorithm.correction', '')}",
         settings.get("trainer.learning_rate", SHIPPED.get(row["part"], "2e-3")),
         int(settings["buffer.max_staleness"]),
         settings.get("buffer.look_ahead", "auto"),

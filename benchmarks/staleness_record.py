@@ -4,11 +4,11 @@ different ages of the tokens.
     python benchmarks/staleness_record.py [--parts age losses auto smollm2 agent]
         [--seconds 3600] [--list]
 
-    age      the quickstart's model: age (look-ahead = bound) 0, 1, 2, 4, 8, 16 and 32,
-             three learning rates, five seeds
+    age      the quickstart's model with `ppo_clip`: age (look-ahead = bound) 0, 1, 2, 4,
+             8, 16 and 32, three learning rates, five seeds
     losses   the same model at one rate: `age_clip` at ages of 2 to 32, and four other
              losses at age 8, five seeds
-    auto     the same model with `look_ahead: auto` and bounds of 1, 2, 4 and 8,
+    auto     the quickstart as shipped, with `look_ahead: auto` and bounds of 1, 2, 4 and 8,
              groups that are late masked or awaited, five seeds
     smollm2  SmolLM2-135M, ages 0, 2 and 8, four corrections, five seeds
     agent    configs/agent.yaml, ages 0, 4 and 16, with `ppo_clip` and `age_clip`, three
@@ -119,7 +119,11 @@ def arms(part: str) -> Iterator[Arm]:
     if part == "age":
         ages = (0, 1, 2, 4, 8, 16, 32)
         for rate, age in itertools.product(("1e-3", "2e-3", "3e-3"), ages):
-            settings = {**at_age(age), "trainer.learning_rate": rate}
+            settings = {
+                **at_age(age),
+                "algorithm.loss": "ppo_clip",
+                "trainer.learning_rate": rate,
+            }
             yield Arm(part, "configs/quickstart.yaml", settings, 300, age)
     if part == "losses":
         losses: list[tuple[str, int]] = [("age_clip", age) for age in (2, 4, 8, 16, 32)]
@@ -132,6 +136,7 @@ def arms(part: str) -> Iterator[Arm]:
             settings = {
                 "buffer.max_staleness": str(bound),
                 "buffer.on_overdue": overdue,
+                "algorithm.loss": "age_clip",
             }
             yield Arm(part, "configs/quickstart.yaml", settings, 300)
     if part == "smollm2":
