@@ -62,6 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": {"kl_coefficient": 0.1},
     },
     "sequence ratios": {"algorithm": {"loss": "gspo"}},
+    "a clip by age": {"algorithm": {"loss": "age_clip", "kl_coefficient": 0.1}},
     "a constant divisor": {
         "algorithm": {"advantage": "dr_grpo", "aggregate": "constant"}
     },

@@ -208,10 +208,9 @@ def age_clip(
     """1 or 0: masks tokens that left the region (1 - low)^k to (1 + high)^k in the
     direction of their advantage, k = 1 + age / 2. float32 [M].
 
-    `age_M`: the trainer's version - the token's. On policy, each step may move a token
-    as far as a clip allows. A fixed clip around a policy of d steps ago allows that
-    once in d steps, and the run learns d times slower; without a clip, d steps go in a
-    direction that one would have been enough for. docs/results/staleness.md measures it.
+    `age_M`: the trainer's version - the token's. A fixed clip around a policy of d steps
+    ago limits the sum of d steps to the range of one, so that the run learns more
+    slowly. docs/results/staleness.md measures it.
 
     Example: tokens that became 1.5 times as likely, with a positive advantage. The
     limits are 1.2^1 and 1.2^3 = 1.73.
