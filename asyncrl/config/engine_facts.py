@@ -63,6 +63,8 @@ class EngineCapabilities:
     """A server of its kind can report the logprobs of given tokens."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
+    auto_slots: int = 64
+    """Most slots with rollout.slots=auto."""
     pages_kv: bool = False
     """On CUDA, sequences wait for a full KV cache."""
     kv_block: int = 1

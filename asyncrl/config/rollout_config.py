@@ -60,8 +60,10 @@ class RolloutConfig(SampledConfig):
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's server
     (docs/engines.md).
     """
-    slots: Count = 64
-    """Sequences that one engine decodes at once."""
+    slots: Count | Literal["auto"] = 64
+    """Sequences that one engine decodes at once (auto = as many as its KV cache holds without
+    many preemptions, at most 64, or 256 for vllm).
+    """
     max_tokens: Count = 256
     """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call
     of an agent.
@@ -148,6 +150,11 @@ class RolloutConfig(SampledConfig):
     @property
     def max_engines(self) -> int:
         return self.engine_range.max
+
+    @property
+    def num_slots(self) -> int:
+        """Return the sequences that an engine is started for."""
+        return self.facts.auto_slots if self.slots == "auto" else self.slots
 
     @property
     def max_length(self) -> int:

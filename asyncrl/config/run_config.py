@@ -356,6 +356,12 @@ class RunConfig(JobConfig):
                 "model.scratch is made at the start of the run, so that no server has it; remove "
                 f"rollout.{key}, or give model.path instead of model.scratch"
             )
+        concurrency = self.generator.concurrency
+        if self.rollout.slots == "auto" and concurrency != "auto":
+            yield (
+                f"generator.concurrency={concurrency} fixes the number of rollouts, which rollout.slots=auto "
+                "adjusts; set generator.concurrency=auto, or rollout.slots to a number"
+            )
         if self.trainer.offload.by_layer and is_cpu(self.placement.trainer):
             where = self.placement.trainer
             yield f"trainer.offload.by_layer needs a CUDA device, not placement.trainer={where}; remove it"

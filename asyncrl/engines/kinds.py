@@ -200,7 +200,7 @@ def engine_role(config: RunConfig) -> Role:
         name=ENGINE,
         maker=maker_of(rollout.engine),
         engine=rollout.engine,
-        slots=rollout.slots,
+        slots=rollout.num_slots,
         max_length=rollout.max_length,
         is_rollout=True,
     )

@@ -34,6 +34,7 @@ from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import Lifecycle, num_rollouts, run_id
 from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.pressure import SlotsByPressure, make_pressure
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.job.roles import EVAL_ENGINE
@@ -175,7 +176,10 @@ async def build(
         sources += [agents.gateway, agents.queue]
     journal.costs = partial(totals_of_process, reporter, sources, scorers, producers)
     scheduler = _make_scheduler(lifecycle, fleet, journal, buffer, evaluation, reporter)
-    scale = _make_scale(lifecycle, fleet, scheduler, producers, num_engines)
+    pressure = make_pressure(
+        rollout, fleet.engine_servers, fleet.engines, producers.slots
+    )
+    scale = _make_scale(lifecycle, fleet, scheduler, producers, pressure, num_engines)
     if agents is not None:
         await agents.open(lifecycle)
     state = partial(controller_state, feed, producers, buffer)
@@ -190,6 +194,7 @@ async def build(
         trainer=fleet.trainer,
         engines=fleet.engines,
         scale=scale,
+        pressure=pressure,
         buffer=buffer,
         producers=producers,
         scheduler=scheduler,
@@ -488,6 +493,7 @@ def _make_scale(
     fleet: Fleet,
     scheduler: WeightScheduler,
     producers: Producers,
+    pressure: SlotsByPressure | None,
     num_engines: int,
 ) -> EngineScale:
     """Supervise the engines; the first `num_engines` work at first."""
@@ -497,6 +503,13 @@ def _make_scale(
     ]
     fleet.supervisors.update((engine.name, engine) for engine in engines)
     limits = lifecycle.config.rollout.engine_range
+
+    def resize_nowait(num: int) -> None:
+        if pressure is None:
+            producers.slots.resize_nowait(num_rollouts(lifecycle.config, num))
+        else:
+            pressure.resize_nowait(num)
+
     return EngineScale(
         engines,
         limits,
@@ -504,9 +517,7 @@ def _make_scale(
         lifecycle.log,
         wanted=num_engines,
         spawn=lifecycle.spawn,
-        on_change=lambda num: producers.resize_nowait(
-            num_rollouts(lifecycle.config, num)
-        ),
+        on_change=resize_nowait,
     )
 
 

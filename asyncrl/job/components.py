@@ -9,6 +9,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import WeightScheduler
+from asyncrl.job.pressure import SlotsByPressure
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers import Fleet
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -36,6 +37,7 @@ class Components:
     trainer: SupervisedTrainer
     engines: EnginePool
     scale: EngineScale
+    pressure: SlotsByPressure | None
     buffer: Buffer
     producers: Producers
     scheduler: WeightScheduler

@@ -83,7 +83,7 @@ async def _live(lifecycle: Lifecycle, scores: list[Scores]) -> int:
     config = lifecycle.config
     found = await check_everything(lifecycle)
     _, clients, tokenizer = await start_engines(lifecycle)
-    pool = EnginePool(clients, slots=config.rollout.slots)
+    pool = EnginePool(clients, slots=config.rollout.num_slots)
     agents = await open_agents(lifecycle, pool, tokenizer)
     make = partial(make_scorers, lifecycle, tokenizer)
     for held_out in make_held_out(config, pool, tokenizer, agents, found.evals, make):

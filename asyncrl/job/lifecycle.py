@@ -432,7 +432,7 @@ def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
     """Return the concurrent rollouts (`num_engines` None: all engines)."""
     concurrency = config.generator.concurrency
     num = config.rollout.max_engines if num_engines is None else num_engines
-    return config.rollout.slots * num if concurrency == "auto" else concurrency
+    return config.rollout.num_slots * num if concurrency == "auto" else concurrency
 
 
 def refuse_few_files(config: RunConfig) -> None:

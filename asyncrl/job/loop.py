@@ -239,6 +239,8 @@ class Job(TrainingJob):
         self.lifecycle.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.lifecycle.spawn(run.scale.follow(), name="scale")
+        if run.pressure is not None:
+            self.lifecycle.spawn(run.pressure.follow(), name="slots")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         # While rollout engines evaluate, the next push or handover waits. A stopped run

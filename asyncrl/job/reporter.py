@@ -28,6 +28,7 @@ from asyncrl.job.agent_runtime import model_name
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
+from asyncrl.job.pressure import healths_of
 from asyncrl.job.scale import EngineState
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
@@ -634,7 +635,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         run.trainer,
         run.late,
     ]
-    sources += [run.checkpointer, run.scale, run.evaluation, run.fleet]
+    sources += [run.checkpointer, run.scale, run.pressure, run.evaluation, run.fleet]
     if agents is not None:
         sources += [agents.gateway, agents.queue]
     found = dict[str, float | Mapping[str, float]]()
@@ -650,7 +651,14 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         if isinstance(extra.client, RoleClient)
     }
     trained_on = {server.name for server in run.fleet.engine_servers}
+    healths = healths_of(run.fleet.engine_servers, run.engines)
     found |= {
+        "engine/kv_fraction": max(
+            (health.kv_fraction for health in healths), default=0.0
+        ),
+        "engine/preempted": {
+            name: engines[name].num_preempted for name in engines if name in trained_on
+        },
         "engine/tokens": sum(
             engines[name].tokens_generated for name in engines.keys() - others
         ),

@@ -217,7 +217,7 @@ async def _live_gateway(
 ) -> int:
     tasks = (await check_everything(lifecycle, reads_all=num_tried is not None)).tasks
     _, clients, tokenizer = await start_engines(lifecycle)
-    pool = EnginePool(clients, slots=lifecycle.config.rollout.slots)
+    pool = EnginePool(clients, slots=lifecycle.config.rollout.num_slots)
     recorder = RolloutRecorder(tokenizer, path)
     if num_tried is None:
         code = await _serve_user(lifecycle, pool, recorder)

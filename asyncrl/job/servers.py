@@ -467,7 +467,7 @@ class Fleet:
         self.engine_servers = [engine.server for engine in engines]
         self.clients = [as_engine(engine.client) for engine in engines]
         self.engines = EnginePool(
-            self.clients, slots=config.rollout.slots, on_lost=self.on_lost
+            self.clients, slots=config.rollout.num_slots, on_lost=self.on_lost
         )
         self.node_files = _node_files(lifecycle, factory.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]

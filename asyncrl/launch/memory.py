@@ -333,7 +333,7 @@ def graph_bytes(config: RunConfig, shape: ModelShape, device: str) -> int:
     if not config.rollout.fused_decode or not device.startswith("cuda"):
         return 0
     item = item_bytes(config.model.dtype, device)
-    slots = config.rollout.slots
+    slots = config.rollout.num_slots
     return shape.vocab * (slots * item + GRAPH_ROWS * GRAPH_ROW_BYTES)
 
 

@@ -185,6 +185,12 @@ class EngineHealth(Message):
     num_queued: int
     tokens_generated: int
     decode_s: float = 0.0
+    kv_fraction: float = 0.0
+    """Part of the KV cache in use, 0..1."""
+    kv_tokens: int = 0
+    """Tokens that the KV cache holds; 0: unknown, or all slots at full length."""
+    num_preempted: int = 0
+    """Sequences that lost their place in a full KV cache, since the process began."""
     asleep: list[EnginePart] = []
     note: str = ""
     """What the controller logs when the engine is ready."""

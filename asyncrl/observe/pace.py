@@ -39,6 +39,7 @@ PARTS = {
 }
 """Parts of the work between steps."""
 LOSSES = {
+    "engine/preempted": "Sequences computed again, since the KV cache was full (rollout.slots=auto helps)",
     "rollout/dropped": "Groups dropped as too old and generated again (buffer.on_overdue)",
     "rollout/filtered": "Groups of equal rewards replaced (buffer.filter)",
     "rollout/given_up": "Prompts given up (rollout.max_requeues; logs/controller.log names them)",
@@ -189,10 +190,13 @@ class Pace:
         held = self._usual("rollout/inflight")
         # `asyncrl scale` may have changed the number of engines; the median shows what
         # was usual.
-        slots = rollout.slots * (self._usual("engine/up") or rollout.max_engines)
+        slots = rollout.num_slots * (self._usual("engine/up") or rollout.max_engines)
+        slots = self._usual("rollout/slots") or slots
         limit = slots if generator.concurrency == "auto" else generator.concurrency
         if busy >= FULL * slots:
-            yield f"Raise {self.now('rollout.slots')} or {self.now('rollout.num_engines')}."
+            is_auto = rollout.slots == "auto"
+            more = "" if is_auto else f"{self.now('rollout.slots')} or "
+            yield f"Raise {more}{self.now('rollout.num_engines')}."
         elif not self.config.trains_agent or held < FULL * limit:
             yield from self._more_ahead()
         elif generator.remote and self._usual("harness/queued"):

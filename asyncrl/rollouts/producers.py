@@ -147,7 +147,7 @@ class Producers:
     _failed: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self, capacity: int) -> None:
-        self._slots = Slots(capacity)
+        self.slots = Slots(capacity)
         self.sink.requeue_to(self.on_requeued)
 
     def gauges(self) -> dict[str, float]:
@@ -179,9 +179,6 @@ class Producers:
         num_awaited = self.late.num_awaited
         return f"{text}, {num_awaited} wait for rewards" if num_awaited else text
 
-    def resize_nowait(self, capacity: int) -> None:
-        self._slots.resize_nowait(capacity)
-
     def oldest(self) -> list[tuple[str, float]]:
         now_s = asyncio.get_running_loop().time()
         oldest = islice(self.runner.started_s.items(), NUM_OLDEST)
@@ -194,7 +191,7 @@ class Producers:
     async def run(self) -> None:
         num_started = 0
         while True:
-            await self._slots.wait_spare()
+            await self.slots.wait_spare()
             try:
                 ticket = self.sink.admit_nowait()
             except WouldWait:
@@ -243,7 +240,7 @@ class Producers:
             # siblings have begun to age.
             order = (ticket.start_version, group_id, index)
             # before the task's first step: charged at once
-            self._slots.ask_nowait(name, order)
+            self.slots.ask_nowait(name, order)
             # The number of the killed attempt, because it is a part of the seed.
             number, partial = unfinished.partials.get(index, (0, None))
             attempt = RolloutAttempt(
@@ -293,7 +290,7 @@ class Producers:
             self.source.requeue_nowait(again)
 
     def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
-        self._slots.give_back_nowait(name)
+        self.slots.give_back_nowait(name)
         if task.cancelled():
             # A task keeps its CancelledError, whose frames hold the task; reading it
             # releases it.
@@ -325,7 +322,7 @@ class Producers:
     ) -> None:
         group_id = attempt.group_id
         index = attempt.sample_index
-        outcome = await self.runner.run(attempt, slots=self._slots, order=order)
+        outcome = await self.runner.run(attempt, slots=self.slots, order=order)
         # The buffer has revoked the group, and its prompt is in use again: this outcome
         # must not count.
         if self._groups.get(group_id) is not group:

@@ -107,6 +107,7 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.num_ended = 0
         # By rollouts that hold or want a slot; done once they hold it.
         self._asked: dict[str, asyncio.Future[None]] = {}
         self._held: set[str] = set()
@@ -142,7 +143,9 @@ class Slots:
     def give_back_nowait(self, name: str) -> None:
         """Release the slot or leave the queue. Idempotent."""
         if self._asked.pop(name, None) is not None:
-            self._held.discard(name)
+            if name in self._held:
+                self._held.remove(name)
+                self.num_ended += 1
             self._hand_out()
 
     def resize_nowait(self, capacity: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from asyncrl.base.errors import Message
 from asyncrl.base.extensions import AddedField
@@ -19,6 +19,10 @@ class LatencyModel(Message):
     """Seconds of a decode step, regardless of the number of sequences."""
     mean_tokens: float = Field(default=64.0, ge=1)
     """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens that the KV cache holds; when it is full, the newest sequence leaves and is
+    sampled again from its start (none = no limit).
+    """
     sigma: NonNegativeFloat = 1.0
     """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
 

@@ -89,7 +89,9 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         self._committed: Future[CommitResponse] = Future()
         self._is_due = False
         """_go_on comes with the next iteration of the event loop."""
-        self._num_tokens = 0
+        self._full: asyncio.TimerHandle | None = None
+        """When the KV cache is full, if no run ends before."""
+        self._num_tokens = self._num_preempted = 0
         self._busy_s = 0.0
         self._busy_since_s = 0.0
 
@@ -102,6 +104,9 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             tokens_generated=self._num_tokens + num_unsent,
             decode_s=self._busy_s
             + (_now_s() - self._busy_since_s if self._running else 0.0),
+            kv_fraction=self._kv_used() / (self.spec.kv_tokens or math.inf),
+            kv_tokens=self.spec.kv_tokens or 0,
+            num_preempted=self._num_preempted,
             asleep=self.weights.asleep,
         )
 
@@ -184,12 +189,59 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             may_start
             and self.queued
             and len(self._running) + len(self.interrupted) < self.spec.slots
+            and self._fits(next(iter(self.queued)))
         ):
             self._start(self.queued.popitem(last=False)[0])
+        self._watch_kv()
         if self._streamed and self._streaming is None:
             loop = asyncio.get_running_loop()
             self._streaming = loop.call_later(self.spec.decode_step_s, self._stream)
         self.hand_over()
+
+    def _kv_used(self) -> int:
+        if self.spec.kv_tokens is None:
+            return 0
+        return sum(
+            len(run.request.prompt_ids) + self._num_sampled(run) + 1
+            for run in self._running
+        )
+
+    def _fits(self, run: SimulatedRun) -> bool:
+        """Return whether the run and all others can have their next token. A run that is
+        alone always fits.
+        """
+        if self.spec.kv_tokens is None or not self._running:
+            return True
+        tokens = len(run.request.prompt_ids) + run.num_told + 1
+        used = self._kv_used() + len(self._running)
+        return used + tokens < self.spec.kv_tokens
+
+    def _watch_kv(self) -> None:
+        """Wake up when the KV cache is full. Each step adds a token for each run."""
+        if self._full is not None:
+            self._full.cancel()
+            self._full = None
+        if self.spec.kv_tokens is None or len(self._running) < 2:
+            return
+        free = max(0, self.spec.kv_tokens - self._kv_used())
+        num_steps = 1 + free // len(self._running)
+        self._full = asyncio.get_running_loop().call_later(
+            num_steps * self.spec.decode_step_s, self._preempt
+        )
+
+    def _preempt(self) -> None:
+        """Take the newest runs out of a full KV cache, with the tokens not yet reported."""
+        self._full = None
+        limit = self.spec.kv_tokens or math.inf
+        while len(self._running) > 1 and self._kv_used() > limit:
+            run, timer = self._running.popitem()
+            timer.cancel()
+            self._streamed.pop(run, None)
+            # They are sampled again, perhaps from other weights.
+            run.marks = [mark for mark in run.marks if mark[0] < run.num_told]
+            self.put_first([run])
+            self._num_preempted += 1
+        self._watch_kv()
 
     def _stream(self) -> None:
         self._streaming = None

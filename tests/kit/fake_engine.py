@@ -159,6 +159,7 @@ class FakeEngineServer(FakeServer):
         swap_s: float = 0.0,
         end_fraction: float = 0.0,
         max_length: int = 4096,
+        kv_tokens: int | None = None,
         weights: str = "w0",
     ) -> None:
         super().__init__(name)
@@ -170,6 +171,7 @@ class FakeEngineServer(FakeServer):
             "slots": slots,
             "max_length": max_length,
             "vocab_size": 2**31,
+            "kv_tokens": kv_tokens,
         }
         self.spec = FakeSpec(
             name=name, **sizes, decode_step_s=decode_s, end_fraction=end_fraction

@@ -81,6 +81,7 @@ FACTS = EngineCapabilities(
     stages_weights=False,
     sleeps_on_cpu=False,
     exact_on="cuda",
+    auto_slots=256,
     pages_kv=True,
     kv_block=128,
     forward_tokens=8192,

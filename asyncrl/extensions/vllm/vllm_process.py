@@ -51,6 +51,8 @@ _COUNTS = {
     "num_running": ("num_requests_running",),
     "num_queued": ("num_requests_waiting",),
     "tokens_generated": ("generation_tokens_total",),
+    "num_preempted": ("num_preemptions_total",),
+    "kv_fraction": ("kv_cache_usage_perc",),
     "decode_s": ("request_prefill_time_seconds_sum", "inter_token_latency_seconds_sum"),
 }
 
@@ -166,6 +168,7 @@ class VllmProcess(OpenAIScope):
         self.vocab_size: float = math.inf
         """Ids are 0..vocab_size - 1. Set when ready."""
         self.num_workers = 1
+        self.kv_tokens = 0
         """Set when ready."""
         self.segments: dict[str, Segment] = {}
         """In flight, by wire id."""
@@ -311,7 +314,9 @@ class VllmProcess(OpenAIScope):
         for name, value in re.findall(
             r"^vllm:(\w+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE
         ):
-            if name in values:
+            if name == "kv_cache_usage_perc":
+                values[name] = max(values[name], float(value))
+            elif name in values:
                 # Summed, since a metric may have a line per engine core.
                 values[name] += float(value)
         return {
@@ -409,6 +414,8 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         await _until_up(process)
         settings = await process.get("/server_info?config_format=json", Json)
         check_settings(process.name, settings.root, needed)
+        cache = settings.root["vllm_config"]["cache_config"]
+        process.kv_tokens = cache["kv_cache_size_tokens"] or 0
         workers = await process.rpc("facts")
         process.num_workers = len(workers)
         process.vocab_size = min(worker["vocab_size"] for worker in workers)

@@ -302,6 +302,9 @@ class VllmServer(EngineClient):
             num_queued=int(counts["num_queued"]) + num_waiting,
             tokens_generated=int(counts["tokens_generated"]),
             decode_s=counts["decode_s"],
+            kv_fraction=counts["kv_fraction"],
+            kv_tokens=process.kv_tokens,
+            num_preempted=int(counts["num_preempted"]),
             asleep=sorted(process.asleep),
         )
 

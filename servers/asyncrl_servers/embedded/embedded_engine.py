@@ -101,6 +101,7 @@ class Engine:
             num_queued=len(scheduler.queued),
             tokens_generated=scheduler.num_generated,
             decode_s=self._decode_s,
+            kv_fraction=len(scheduler.rows) / scheduler.slots,
             asleep=self.weights.asleep,
             note=self.runner.note,
         )

@@ -335,6 +335,7 @@ class Scheduler(RunQueue[Sequence]):
         self._runner = runner
         self._weights = weights
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
+        self.slots = spec.slots
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self.num_generated = 0
 

@@ -1,0 +1,237 @@
+"""rollout.slots=auto: the rule for any loads, and a simulated engine with a small KV
+cache on the virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from fake_engine import FakeEngineServer
+from fake_server import FakeChild
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import RolloutConfig
+from asyncrl.engines.engine import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.job.pressure import SlotsByPressure, kv_wanted, make_pressure
+from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Server, health_over
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.rollouts.pressure import MIN_LOOKS, EngineLoad, SlotsRule
+from asyncrl.rollouts.rollout import Slots
+from asyncrl.testing.virtual_time import run_virtual
+
+MEAN_TOKENS = 200
+PROMPT_IDS = [97] * 10
+KV_TOKENS = 8000
+FITTING = KV_TOKENS / (MEAN_TOKENS + len(PROMPT_IDS))
+"""Rollouts that fill the cache on average: lengths are geometric, so a running rollout
+has sampled as many tokens on average as a whole one has.
+"""
+WINDOW_S = 150
+
+
+@dataclass
+class Outcome:
+    """Of the second WINDOW_S seconds."""
+
+    slots: list[int]
+    num_tokens: int
+    num_preempted: int
+    num_ended: int
+
+
+def sampled_by_engine(num_slots: int, *, is_auto: bool) -> Outcome:
+    """Sample without end, with a fixed number of slots or from a number on."""
+
+    async def story() -> Outcome:
+        fake = FakeEngineServer(
+            slots=256,
+            decode_s=0.02,
+            end_fraction=1 / MEAN_TOKENS,
+            max_length=1000,
+            kv_tokens=KV_TOKENS,
+        )
+        pool = EnginePool([EngineServer(fake)], slots=256)
+        slots = Slots(num_slots)
+        serial = itertools.count()
+
+        async def sample() -> None:
+            while True:
+                number = next(serial)
+                name = f"g{number}/r0"
+                slots.ask_nowait(name, (number,))
+                await slots.wait(name)
+                request = SamplingRequest(
+                    request_id=name,
+                    prompt_ids=PROMPT_IDS,
+                    max_tokens=990,
+                    seed=number,
+                )
+                completion = await pool.generate(request)
+                assert len(completion.token_ids) == fake.spec.completion_length(number)
+                slots.give_back_nowait(name)
+
+        server = Server(FakeChild(fake), fake, health_over(fake, EngineHealth), 1.0)
+        works = [sample() for _ in range(100)]
+        tasks = [asyncio.ensure_future(work) for work in works]
+        if is_auto:
+            rule = SlotsRule(num_slots, most=256)
+            pressure = SlotsByPressure([server], pool, slots, rule)
+            tasks.append(asyncio.ensure_future(server.watch(10.0)))
+            tasks.append(asyncio.ensure_future(pressure.follow()))
+        await asyncio.sleep(WINDOW_S)
+        before = fake.health()
+        num_ended = slots.num_ended
+        seen = []
+        for _ in range(WINDOW_S):
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            seen.append(slots.capacity)
+        after = fake.health()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return Outcome(
+            seen,
+            after.tokens_generated - before.tokens_generated,
+            after.num_preempted - before.num_preempted,
+            slots.num_ended - num_ended,
+        )
+
+    return run_virtual(story())
+
+
+def test_auto_finds_the_number_above_which_the_engine_thrashes() -> None:
+    fitting = round(FITTING)
+    below = sampled_by_engine(round(0.8 * fitting), is_auto=False)
+    above = sampled_by_engine(round(1.6 * fitting), is_auto=False)
+    # The engine of this test thrashes: above the limit, it begins a rollout three times
+    # on average to end it once.
+    assert below.num_preempted < 0.1 * below.num_ended
+    assert above.num_preempted > 2 * above.num_ended
+    for start in (8, 90):
+        auto = sampled_by_engine(start, is_auto=True)
+        assert 0.8 * FITTING <= fmean(auto.slots) <= 1.2 * FITTING
+        assert auto.num_preempted < 0.5 * auto.num_ended
+        assert auto.num_tokens > 0.8 * above.num_tokens
+
+
+def looks(num_running: int, wanted: float, turnovers: int) -> Iterator[EngineLoad]:
+    """Loads of one engine that is fully used, without preemptions."""
+    for number in range(1, turnovers * MIN_LOOKS + 1):
+        yield EngineLoad(1, wanted, 0, num_running, number * num_running)
+
+
+def test_slots_that_hold_nothing_back_are_not_raised() -> None:
+    rule = SlotsRule(20, most=256)
+    for load in looks(num_running=10, wanted=0.1, turnovers=4):
+        assert rule.look(load) == 20
+
+
+def test_rollouts_that_wait_in_the_engines_lower_the_slots() -> None:
+    rule = SlotsRule(100, most=256)
+    for load in looks(num_running=100, wanted=2.0, turnovers=1):
+        rule.look(load)
+    assert rule.current == 50
+
+
+def test_cut_waits_for_rollouts_to_end_and_keeps_its_limit() -> None:
+    rule = SlotsRule(100, most=256)
+    idle = EngineLoad(1, 0.5, 0, 100, 0)
+    assert rule.look(idle) == 100
+    assert rule.look(replace(idle, num_preempted=51)) == 85
+    # More preemptions while 100 rollouts run are of the old number.
+    assert rule.look(replace(idle, num_preempted=500)) == 85
+    for number in range(3 * MIN_LOOKS):
+        ended = 100 * (number + 1)
+        load = EngineLoad(1, 0.5, 500, rule.current, ended)
+        assert rule.look(load) <= 95
+
+
+def test_restarted_engine_counts_its_preemptions_again() -> None:
+    rule = SlotsRule(10, most=256)
+    load = EngineLoad(1, 0.5, 0, 10, 0)
+    rule.look(replace(load, num_preempted=5))
+    rule.look(replace(load, num_preempted=0))
+    assert rule.look(replace(load, num_preempted=5)) == 10
+    assert rule.look(replace(load, num_preempted=6)) == 8
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(1, 256),
+    st.lists(
+        st.tuples(
+            st.integers(1, 4),
+            st.floats(0, 5),
+            st.integers(0, 400),
+            st.integers(0, 1200),
+            st.integers(0, 600),
+        ),
+        max_size=60,
+    ),
+)
+def test_slots_stay_within_their_limits(
+    start: int, most: int, loads: list[tuple[int, float, int, int, int]]
+) -> None:
+    rule = SlotsRule(start, most)
+    num_preempted = num_ended = 0
+    for num_engines, wanted, preempted, running, ended in loads:
+        before = rule.current
+        num_preempted += preempted
+        num_ended += ended
+        load = EngineLoad(num_engines, wanted, num_preempted, running, num_ended)
+        now = rule.look(load)
+        assert 1 <= now <= most
+        assert now <= max(before + 1, 1.5 * before + 1)
+        # A load with many preemptions raises nothing.
+        if preempted > 0.5 * before * num_engines:
+            assert now <= before
+
+
+def test_first_number_fits_at_full_length() -> None:
+    fakes = [FakeEngineServer(f"engine-{number}") for number in range(2)]
+    servers = [
+        Server(FakeChild(fake), fake, health_over(fake, EngineHealth), 1.0)
+        for fake in fakes
+    ]
+    sizes = {
+        "policy_version": 0,
+        "num_running": 0,
+        "num_queued": 0,
+        "tokens_generated": 0,
+    }
+    for server, kv_tokens in zip(servers, (5000, 3000), strict=True):
+        server.health = EngineHealth(**sizes, kv_tokens=kv_tokens)
+    pool = EnginePool([EngineServer(fake) for fake in fakes], slots=64)
+    config = RolloutConfig(slots="auto", max_prompt_tokens=200, max_tokens=300)
+    slots = Slots(1)
+    pressure = make_pressure(config, servers, pool, slots)
+    assert pressure is not None
+    # 500 tokens take 32 blocks of 16: five rollouts in the smaller cache, each engine.
+    assert pressure.gauges() == {"rollout/slots": 10}
+    # An engine that is down gets no work, and its last answer counts no more.
+    pool.down_nowait("engine-1")
+    pressure.look_nowait()
+    assert slots.capacity == 5
+    # Nothing is known of a cache while its engine sleeps.
+    servers[0].health = EngineHealth(**sizes, asleep=["kv"], num_preempted=1000)
+    pressure.look_nowait()
+    assert slots.capacity == 5
+    assert make_pressure(RolloutConfig(slots=7), servers, pool, slots) is None
+
+
+def test_wanted_part_counts_the_queue() -> None:
+    health = EngineHealth(
+        policy_version=0,
+        num_running=30,
+        num_queued=10,
+        tokens_generated=0,
+        kv_fraction=0.9,
+    )
+    assert abs(kv_wanted(health) - 1.2) < 1e-12
