@@ -78,6 +78,23 @@ def test_a_run_trains_over_the_supports_of_vllm(tmp_path: Path) -> None:
     assert max(step["policy/logprob_gap_max"] for step in steps) <= 1e-4
 
 
+def test_slots_follow_a_small_kv_cache_and_a_run_trains_the_same(
+    whole: Path, tmp_path: Path
+) -> None:
+    # 2 layers with keys and values of 2 heads of 32 float32 take 1 KiB a token.
+    memory = f"rollout.vllm.kv-cache-memory-bytes={10 * 32 * 1024}"
+    cache = ["rollout.slots=auto", "rollout.vllm.block-size=32", memory]
+    run_dir = tmp_path / "run"
+    answer = run(CONFIG, run_dir, *small(*cache), timeout_s=PATIENCE_S)
+    assert answer.returncode == 0, answer.stderr
+    steps = read_lines(run_dir / "metrics.jsonl")
+    # vLLM keeps one block for itself. The other nine hold 288 tokens, and a rollout may
+    # take 128, as blocks are counted before vLLM has started.
+    assert steps[0]["rollout/slots"] == 2
+    assert {step["engine/preempted"] for step in steps} == {0}
+    assert trained(run_dir) == trained(whole)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_run_without_files_trains_the_same_after_a_vllm_kill(

@@ -435,6 +435,11 @@ FULL = "engine/busy_slots=60 rollout/inflight=64"
 IDLE = "engine/busy_slots=4 rollout/inflight=64"
 CAUSES = {
     "slots": ("", FULL, "rollout.slots rollout.num_engines"),
+    "slots that follow the engines": (
+        "rollout.slots=auto",
+        f"{FULL} rollout/slots=62",
+        "rollout.num_engines",
+    ),
     "an agent's slots": (AGENT, FULL, "rollout.slots rollout.num_engines"),
     "a slow tool": (AGENT, IDLE, "generator.concurrency"),
     "an agent that computes": (AGENT, f"{IDLE} harness/cpu_s=80", "generator.workers"),

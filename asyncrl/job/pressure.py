@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.rollouts.pressure import EngineLoad, SlotsRule
 from asyncrl.rollouts.rollout import Slots
 
+logger = logging.getLogger(__name__)
 LOOK_PERIOD_S = 1.0
 """The heartbeat's period: there is no newer health."""
 
@@ -61,8 +63,17 @@ class SlotsByPressure:
             num_running=self.slots.num_held,
             num_ended=self.slots.num_ended,
         )
+        old = self.slots.capacity
         self.rule.look(load)
         self.resize_nowait(len(healths))
+        if old != self.slots.capacity:
+            logger.info(
+                "%d instead of %d rollouts may sample (%.0f%% of the KV cache wanted, %d preemptions)",
+                self.slots.capacity,
+                old,
+                100 * load.kv_wanted,
+                load.num_preempted,
+            )
 
 
 def healths_of(servers: Sequence[Server], pool: EnginePool) -> list[EngineHealth]:

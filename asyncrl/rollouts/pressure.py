@@ -48,10 +48,10 @@ class SlotsRule:
     An engine whose KV cache is full preempts sequences and computes them again. A raise
     shows only after a turnover, when as many rollouts have ended as there are slots:
     new rollouts are short, and each grows to its end. So the number is raised after a
-    turnover of at least MIN_LOOKS looks without many preemptions, in proportion to the part of the cache that was
-    free, and cut as soon as preemptions are many. Then nothing is judged until the
-    rollouts above the new number have ended, and the old number is not reached again for
-    HOLD turnovers.
+    turnover of at least MIN_LOOKS looks without many preemptions, in proportion to the
+    part of the cache that was free, and cut as soon as preemptions are many. Then
+    nothing is judged until the rollouts above the new number have ended, and the old
+    number is not reached again for HOLD turnovers.
 
     Example: 10 slots of one engine, a cache that 40 rollouts fill.
         >>> rule = SlotsRule(10, most=256)
