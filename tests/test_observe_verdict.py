@@ -415,6 +415,12 @@ BETWEEN = "train_s=0.3 wait_generation_s=0.1 request_s=0.4 journal_s=0.1"
             "The machine's cores were 87% busy: trainer, engines",
         ),
         (
+            "train_s=1 engine/preempted=7",
+            [],
+            "training",
+            "since the KV cache was full (rollout.slots=auto helps): 7.",
+        ),
+        (
             "train_s=1 rollout/given_up=5",
             [],
             "training",
