@@ -27,6 +27,7 @@ from crash_fuzz import (
     differences,
     fuzz_config,
     killed_on_the_way,
+    never_killed,
     new_seed,
     promise_of,
 )
@@ -370,6 +371,15 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
     assert shown == sorted(set(shown))
     assert set(shown) <= set(rewards.items())
     assert len(shown) >= NUM_STEPS / 2
+
+
+@pytest.mark.rotated
+def test_killed_run_of_muon_ends_the_same(on_policy: Path, tmp_path: Path) -> None:
+    config = variant(on_policy, tmp_path, trainer={"optimizer": "muon"})
+    undisturbed = never_killed(config, tmp_path / "undisturbed")
+    run_dir = tmp_path / "run"
+    assert Crashes(config, run_dir, seed=new_seed(), victims=["tree", "trainer"]).live()
+    assert differences(undisturbed, run_dir) == []
 
 
 TEMPLATE = """

@@ -30,7 +30,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import described_nodes, find_python, single_node
-from asyncrl.launch.memory import Memory
+from asyncrl.launch.memory import Memory, rank_memory
 from asyncrl.launch.model_sizes import model_shape
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
@@ -161,6 +161,23 @@ def test_part_that_leaves_is_counted_where_it_works() -> None:
 
 
 ALL_LEAVE = "{weights: always, gradients: always, optimizer: always}"
+
+
+def test_muon_has_one_momentum_and_needs_whole_matrices_in_its_step() -> None:
+    always = "trainer.offload.optimizer=always"
+    adamw, muon = (
+        planned(2, ONE_TOKEN, f"trainer.optimizer={name}") for name in ("adamw", "muon")
+    )
+    shape = muon.shape
+    matrices = shape.num_parameters - shape.embeddings
+    saved = memory(adamw, "trainer-0").optimizer - memory(muon, "trainer-0").optimizer
+    assert saved == 4 * matrices
+    moments = memory(planned(2, always, "trainer.optimizer=muon"), "trainer-0/host")
+    assert moments.copies == 8 * shape.num_parameters - saved
+    # The step is the peak, with gate and up as one matrix.
+    config = load(ONE_TOKEN, always, "trainer.optimizer=muon")
+    peak = rank_memory(config, shape, "cuda:0").peak(config.offload_rules)
+    assert peak.micro_batch == 16 * 2 * shape.hidden * shape.active
 
 
 def test_models_that_share_by_time_need_the_largest() -> None:

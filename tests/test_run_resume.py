@@ -249,6 +249,7 @@ def test_settings_of_the_computation_may_not_change(
     ("changed", "words"),
     [
         ({"trainer": {"lora": {"rank": 4}}}, "adapters of this form"),
+        ({"trainer": {"optimizer": "muon"}}, "the state of this optimizer"),
         ({"model": {"scratch": SCRATCH | {"characters": "abc "}}}, "this architecture"),
         ({"seed": 8}, "the order of prompts"),
         ({"task": {"size": 100}}, "the order of prompts"),

@@ -74,8 +74,9 @@ def are_gone(tensors: Sequence[Tensor]) -> bool:
     [
         {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"},
         {"trainer": {"mini_batches": 2}, "algorithm": {"kl_coefficient": 0.1}},
+        {"trainer": {"optimizer": "muon"}, "dtype": "bfloat16"},
     ],
-    ids=["lora in bfloat16", "reference"],
+    ids=["lora in bfloat16", "reference", "muon in bfloat16"],
 )
 def test_offloaded_trainer_takes_the_same_steps(
     make_step: MakeStep, tmp_path: Path, values: dict[str, Any]
@@ -207,12 +208,13 @@ def test_engines_slice_leaves_parts_that_never_leave(
 
 
 @pytest.mark.slow
-def test_each_part_has_its_planned_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_part_has_its_planned_memory(tmp_path: Path, optimizer: str) -> None:
     """Measured in another process: the allocator of this one has free pages."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     model_dir = make_tiny_model(tmp_path / "model", **sizes)
     script = Path(__file__).parent / "kit" / "offload_bytes.py"
-    command = [sys.executable, script, model_dir, tmp_path, "bfloat16"]
+    command = [sys.executable, script, model_dir, tmp_path, "bfloat16", optimizer]
     printed = subprocess.run(command, check=True, capture_output=True).stdout
     found = json.loads(printed)
     assert len(found) == 7

@@ -227,6 +227,10 @@ LIKE_ONE: dict[str, dict[str, Any]] = {
         "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
         "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     },
+    "muon": {
+        "world_size": 3,
+        "trainer": {"optimizer": "muon", "learning_rate": 1e-3},
+    },
     # of rank 1, so that one of the processes has no share of an A
     "adapters": {
         "trainer": {"lora": {"rank": 1}},

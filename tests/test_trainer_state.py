@@ -29,8 +29,9 @@ LORA = {"rank": 4, "alpha": 8.0}
             "algorithm": {"kl_coefficient": 0.1},
         },
         {"trainer": {"deterministic": True}},
+        {"trainer": {"optimizer": "muon", "mini_batches": 2}},
     ],
-    ids=["lora", "schedule and reference", "deterministic"],
+    ids=["lora", "schedule and reference", "deterministic", "muon"],
 )
 def test_loaded_trainer_continues_to_the_same_bits(
     make_step: MakeStep, tmp_path: Path, values: Any

@@ -61,6 +61,7 @@ trainer.micro_batch_tokens: ppo_max_token_len_per_gpu micro_batch_size max_token
 trainer.epochs: num_iterations ppo_epochs
 trainer.num_steps: max_steps num_train_epochs total_epochs total_training_steps total_train_epochs
 trainer.num_steps: total_train_steps
+trainer.optimizer: optim optimizer_type
 trainer.learning_rate: lr actor_learning_rate
 trainer.schedule: lr_scheduler_type
 trainer.warmup_steps: warmup_ratio lr_warmup_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -76,14 +77,18 @@ class TrainerConfig(FrozenConfig):
     """Passes over a batch."""
     world_size: Count = 1
     """Trainer processes; above one, the training state is sharded (FSDP2)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices of hidden layers and AdamW for all other weights
+    (docs/algorithms.md).
+    """
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or falling to 0 at num_steps."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW weight decay."""
+    """Weight decay of matrices."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW betas."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -132,15 +137,17 @@ class TrainerConfig(FrozenConfig):
     each trainer rank's step, and of each embedded engine's work during it.
     """
 
+    def conflicts(self) -> Iterator[str]:
+        if self.optimizer == "muon":
+            if self.lora is not None:
+                yield ".optimizer=muon does not train adapters; remove it, or remove .lora"
+            if self.offload.by_layer:
+                yield ".optimizer=muon does not run in host memory; remove it, or remove .offload.by_layer"
+
     @property
     def rate_needs_end(self) -> bool:
         """Return whether learning rates depend on num_steps."""
         return self.schedule != "constant"
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Return the bytes per trained parameter of AdamW's two moments, in float32."""
-        return 8
 
     @property
     def kept_activations(self) -> float:

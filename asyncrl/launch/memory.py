@@ -31,8 +31,10 @@ GRAPH_ROWS, GRAPH_ROW_BYTES = 32, 40
 """Rows that a graph draws at once (DRAWN_ROWS of fused_decode.py), and bytes for each
 row and token of the vocabulary: 28 of five arrays, and space between them.
 """
-CHECKPOINT_BYTES = 12
-"""Per trained parameter: master weight and AdamW's two moments, in float32."""
+ORTHOGONAL_BYTES = 16
+"""Per number of the matrix that Muon orthogonalises, for temporary ones in bfloat16
+(measured on a CPU: 11 to 15).
+"""
 TOKEN_BYTES = 16
 """Id, version, engine and logprob of a token."""
 
@@ -137,11 +139,18 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
 
 def saved_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of a checkpoint's weights and optimizer state."""
-    critic = critic_run(config)
-    num_weights = num_trained(config, shape)
-    if critic is not None:
-        num_weights += num_trained(*critic)
-    return CHECKPOINT_BYTES * num_weights
+    runs = [(config, shape), critic_run(config)]
+    return sum(4 * num_trained(*run) + moment_bytes(*run) for run in runs if run)
+
+
+def moment_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of the optimizer's state, in float32: AdamW has two numbers per
+    weight, Muon one per weight of a hidden matrix.
+    """
+    trained = num_trained(config, shape)
+    if config.trainer.optimizer == "muon":
+        return 4 * (trained + shape.embeddings)
+    return 8 * trained
 
 
 def leaving_parts(config: RunConfig, *, moves: bool) -> list[ModelPart]:
@@ -160,12 +169,13 @@ def leaving_parts(config: RunConfig, *, moves: bool) -> list[ModelPart]:
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes of a trainer rank: of its models' parts, and of a micro-batch of each
-    model. `merged`: merged adapters.
+    model. `merged`: merged adapters. `step`: temporary tensors of an optimizer step.
     """
 
     parts: Mapping[ModelPart, int]
     micro_batches: Mapping[Trained, int]
     merged: int = 0
+    step: int = 0
 
     def peak(self, rules: Mapping[ModelPart, Rule]) -> Memory:
         """Return the largest sum of a step's phases: the parts in use, parts that never
@@ -184,7 +194,9 @@ class RankMemory:
             self._phase(passes[model], micro_batch, rules)
             for model, micro_batch in self.micro_batches.items()
         ]
-        sums += [self._phase(step, 0, rules) for step in (POLICY_STEP, CRITIC_STEP)]
+        sums += [
+            self._phase(step, self.step, rules) for step in (POLICY_STEP, CRITIC_STEP)
+        ]
         return max(sums, key=lambda memory: memory.total)
 
     def _phase(
@@ -229,6 +241,7 @@ def rank_memory(
         memory,
         parts={**memory.parts, **second.parts},
         micro_batches={**memory.micro_batches, **second.micro_batches},
+        step=max(memory.step, second.step),
     )
 
 
@@ -257,7 +270,7 @@ def model_memory(
     weights = item * num if has_masters or lora is not None else 0
     if not has_masters:
         weights += 4 * trained
-    of_optimizer = trainer.optimizer_bytes * trained
+    of_optimizer = moment_bytes(config, shape)
     if has_masters:
         of_optimizer += 4 * trained
     merged = 0
@@ -290,7 +303,11 @@ def model_memory(
         micro_batches["reference"] = min(work, forward)
     ranks = trainer.world_size
     split = {one: -(-size // ranks) for one, size in parts.items()}
-    return RankMemory(split, micro_batches, merged)
+    # Gate and up may be one matrix.
+    step = ORTHOGONAL_BYTES * 2 * shape.hidden * shape.active
+    if trainer.optimizer == "adamw":
+        step = 0
+    return RankMemory(split, micro_batches, merged, step)
 
 
 def server_memory(

@@ -30,7 +30,10 @@ def main(model_dir: Path, folder: Path) -> None:
             "model": {"path": str(model_dir), "dtype": sys.argv[3]},
             "task": {"python": "asyncrl.tasks.toy:Letters"},
             "rollout": {"group_size": 1},
-            "trainer": {"offload": PARTS | {"reference": "always"}},
+            "trainer": {
+                "offload": PARTS | {"reference": "always"},
+                "optimizer": sys.argv[4],
+            },
             "algorithm": {"advantage": "gae", "kl_coefficient": 0.1},
             "critic": {},
         }

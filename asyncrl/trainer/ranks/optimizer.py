@@ -6,35 +6,119 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
 
 from asyncrl.config import TrainerConfig
 from asyncrl.trainer.ranks.offload import local_of
 from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.weights.tensor_files import float32_names
 
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon's authors, and of torch.optim.Muon."""
+
 
 def make_optimizer(
     masters: MasterWeights, config: TrainerConfig
 ) -> torch.optim.Optimizer:
-    """Return fused AdamW with weight decay on matrices only."""
+    """Return fused AdamW, or Muon, with weight decay on matrices only."""
     # Decay pulls toward zero, which is wrong for the weight of a norm.
     matrices = list[Tensor]()
     others = list[Tensor]()
     for weight in masters.named.values():
         (matrices if weight.ndim >= 2 else others).append(weight)
-    decayed = {"params": matrices, "weight_decay": config.weight_decay}
+    decayed = {
+        "params": matrices,
+        "weight_decay": config.weight_decay,
+        "hidden": [masters.named[name] for name in masters.hidden],
+    }
     groups = [
         group
         for group in (decayed, {"params": others, "weight_decay": 0.0})
         if group["params"]
     ]
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=config.betas, fused=True
-    )
+    kind = {"adamw": torch.optim.AdamW, "muon": Muon}[config.optimizer]
+    return kind(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """Return the names of a language model's weights that Muon trains: the matrices of
+    linear layers and routers, and stacks of experts' matrices.
+
+    Not embeddings and head, whose rows are tokens (section 2 of
+    https://arxiv.org/abs/2502.16982), nor numbers that are not a matrix from one hidden
+    state to another: vectors, convolutions, biases of positions.
+    """
+    modules = dict(model.named_modules())
+    get_head: Any = model.get_output_embeddings
+    head = get_head().weight
+    found = list[str]()
+    for name, weight in model.named_parameters():
+        module = modules[name.rpartition(".")[0]]
+        is_hidden = type(module).__name__.endswith("Experts") and weight.ndim == 3
+        if weight.ndim == 2 and name.endswith(".weight"):
+            is_hidden = weight is not head and not isinstance(module, nn.Embedding)
+        if is_hidden and weight.requires_grad:
+            found.append(name)
+    return found
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (https://kellerjordan.github.io/posts/muon/) for the `hidden` matrices of a
+    group, AdamW for its other weights.
+
+    Muon replaces the momentum of a matrix's gradient by a nearly orthogonal matrix, times
+    0.2 * sqrt(max(rows, columns)): the RMS of AdamW's updates, so that both share learning
+    rate and weight decay (eq. 4 of https://arxiv.org/abs/2502.16982).
+
+    Each rank orthogonalises whole matrices, for the same bits with any number of ranks:
+    Newton-Schulz of a shard is another update.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step, and drop the gradients of hidden matrices. Collective."""
+        for group in self.param_groups:
+            for weight in group.get("hidden", ()):
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                tensors = (weight, weight.grad, state["momentum_buffer"])
+                for matrices in zip(*map(_matrices, tensors), strict=True):
+                    _update(*matrices, rate=group["lr"], decay=group["weight_decay"])
+                # AdamW skips a weight without a gradient.
+                weight.grad = None
+        super().step()
+
+
+def _matrices(tensor: Tensor) -> list[Tensor]:
+    """Return a matrix, or this rank's matrices of a stack [E, rows, columns]. FSDP2 shards
+    the first dimension: an expert is whole on its rank.
+    """
+    return list(local_of(tensor)) if tensor.ndim == 3 else [tensor]
+
+
+def _update(
+    weight: Tensor, gradient: Tensor, momentum: Tensor, *, rate: float, decay: float
+) -> None:
+    """Update a matrix, whole or sharded, and its momentum in place."""
+    momentum.lerp_(gradient, 1 - MOMENTUM)
+    # Nesterov's. Newton-Schulz computes in bfloat16, so ranks gather half the bytes.
+    update: Any = gradient.lerp(momentum, MOMENTUM).bfloat16()
+    whole = update.full_tensor() if isinstance(update, DTensor) else update
+    whole = orthogonalise(whole, NEWTON_SCHULZ, ns_steps=5, eps=1e-7)
+    if isinstance(update, DTensor):
+        mesh, placements = update.device_mesh, update.placements
+        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    weight.mul_(1 - rate * decay)
+    weight.add_(whole, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
@@ -70,6 +154,7 @@ class MasterWeights:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        self.hidden = hidden_matrices(model)
         self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
             self.named: dict[str, Tensor] = dict(named)
