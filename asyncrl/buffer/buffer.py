@@ -56,8 +56,12 @@ class Buffer:
         num_groups: int,
         num_batches: int,
         part_tokens: int = 0,
+        compares_parts: bool = False,
     ) -> None:
-        """`part_tokens`: the fewest tokens of a part of a batch (0: batches are whole)."""
+        """`part_tokens`: the fewest tokens of a part of a batch (0: batches are whole).
+        `compares_parts`: the trainer compares each part of a reward, not their sum.
+        """
+        self._compares_parts = compares_parts
         self.config = config
         self.part_tokens = part_tokens
         self.part_groups = 0
@@ -163,8 +167,8 @@ class Buffer:
         """
         # Before the rule hears of it: a filtered group leaves like a failed one and
         # frees its admission for another prompt.
-        if self.config.filter == "equal_rewards":
-            rewards = rewards_of(group)
+        if self.config.filter != "none":
+            rewards = self._compared(group)
             if all(len(of_role) == 1 for of_role in rewards.values()):
                 self._filter(group, rewards)
                 return "filtered"
@@ -181,6 +185,24 @@ class Buffer:
             self._requeue(group.group_id)
             return "requeued"
         return "ready"
+
+    def _compared(self, group: Group) -> Mapping[str, set[float]]:
+        """Return the values by which buffer.filter judges a group. Raises TaskError if
+        it has no such part.
+        """
+        only = self.config.filter_part
+        parts = parts_of(group)
+        if only is None:
+            return rewards_of(group) | (parts if self._compares_parts else {})
+        if only not in parts and any(one.reward for one in group.trajectories):
+            known = ", ".join(parts) or "none"
+            raise TaskError(
+                self.name,
+                f"the rewards of prompt {group.prompt.prompt_id} have no part {only}; their parts: {known}",
+                rule=f"buffer.filter={{part: {only}}} compares it in each group",
+                way_out="name one of the parts, or return it from the reward.",
+            )
+        return {only: parts.get(only, {0.0})}
 
     def _filter(self, group: Group, rewards: Mapping[str, set[float]]) -> None:
         self._filtered_in_a_row += 1
@@ -429,6 +451,21 @@ def _versions(group: Group) -> tuple[int, int]:
         for span in trajectory.tokens.spans
     ]
     return min(versions), max(versions)
+
+
+def parts_of(group: Group) -> dict[str, set[float]]:
+    """Return the values of each part of the reward: 0 for a rollout without parts, which
+    a limit cut; a part that applies to no rollout has one value.
+    """
+    first = {one.sample_index: one for one in reversed(group.trajectories)}
+    names = {name: None for one in first.values() for name in one.parts}
+    found = dict[str, set[float]]()
+    for name in names:
+        of_part = [
+            one.parts[name].value if one.parts else 0.0 for one in first.values()
+        ]
+        found[name] = {value for value in of_part if value is not None} or {0.0}
+    return found
 
 
 def rewards_of(group: Group) -> dict[str, set[float]]:

@@ -166,7 +166,7 @@ class RunConfig(JobConfig):
             except ValidationError as error:
                 fault = error.errors()[0]["msg"]
                 key = f"{key_of('task', name)}.algorithm"
-                raise ValueError(located(fault, key)) from error
+                raise ValueError(located(fault, key, own)) from error
         weights = [task.algorithm.weight for task in self.tasks.values()]
         is_same = all(each == self.algorithm for each in found.values())
         return {} if is_same and set(weights) == {1.0} else found
@@ -461,8 +461,15 @@ class RunConfig(JobConfig):
         # The teacher judges every token.
         elif self.algorithm.distill_weight > 0:
             why = "drops groups to learn from"
-        if why and self.buffer.filter == "equal_rewards":
-            yield f"buffer.filter=equal_rewards {why}; set buffer.filter=none"
+        part = self.buffer.filter_part
+        shown = self.buffer.filter if part is None else f"{{part: {part}}}"
+        if why and shown != "none":
+            yield f"buffer.filter={shown} {why}; set buffer.filter=none"
+        for name, task in self.tasks.items():
+            names = task.part_names
+            if part is not None and names and part not in names:
+                key = key_of("task", name)
+                yield f"buffer.filter={shown}, and {key}.reward has {', '.join(names)}; name one of them"
 
     def _limit_conflicts(self) -> Iterator[str]:
         for owner, (task, generator) in self.players.items():

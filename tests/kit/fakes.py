@@ -142,6 +142,7 @@ class FakeScorer:
 
     has_score = shows_special = True
     scores_groups = has_own_limits = is_library = False
+    weights: Mapping[str, float] = {}
 
     def of(self, prompt: Prompt) -> FakeScorer:
         return self
