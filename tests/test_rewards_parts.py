@@ -37,6 +37,7 @@ from asyncrl.rollouts.rollout import with_outcome
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_reward, total, weighted
 from asyncrl.trainer.loss.objective import Compare, Unit
+from examples.harbor.trial import parts_of
 
 GDPO = {"rewards": "normalize_then_sum", "advantage": "grpo_sample"}
 TRL = (1e-4, lambda values: 1 / (stdev(values) + 1e-4))
@@ -314,6 +315,18 @@ def test_harness_gives_parts_with_weights_of_its_own_or_of_the_task() -> None:
         "its harness or a post returned the parts test; task.reward_weights names tests"
     )
     assert said in str(failed.failure)
+
+
+def test_results_of_harbor_are_parts_beside_the_reward() -> None:
+    assert parts_of({"reward": 0.5}) == 0.5
+    beside = parts_of({"reward": 1.0, "style": 0.5})
+    assert beside == {"reward": RewardPart(1.0), "style": RewardPart(0.5, 0.0)}
+    assert total(weighted(as_reward(beside), {})) == 1.0
+    assert total(weighted(as_reward(beside), {"style": 0.5})) == 1.25
+    assert parts_of({"a": 1.0, "b": 0.5}) == {
+        "a": RewardPart(1.0),
+        "b": RewardPart(0.5),
+    }
 
 
 def test_posted_parts_are_the_reward() -> None:

@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    Strict,
     Tag,
 )
 
@@ -160,7 +161,8 @@ class TaskConfig(FrozenConfig):
     parts, which are summed. Not for python, reasoning_gym and verifiers, which score
     themselves.
     """
-    reward_weights: dict[str, Number] = {}
+    # Strict: to a mapping with texts as keys, true would be the number 1.
+    reward_weights: dict[str, Annotated[Number, Strict()]] = {}
     """Weights of the reward's parts by name, for example {exact: 1, form: 0.2} (absent =
     the part's own, else 1).
     """
