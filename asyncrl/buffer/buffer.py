@@ -190,19 +190,18 @@ class Buffer:
         """Return the values by which buffer.filter judges a group. Raises TaskError if
         it has no such part.
         """
-        only = self.config.filter_part
+        part = self.config.filter_part
         parts = parts_of(group)
-        if only is None:
+        if part is None:
             return rewards_of(group) | (parts if self._compares_parts else {})
-        if only not in parts and any(one.reward for one in group.trajectories):
-            known = ", ".join(parts) or "none"
+        if part not in parts and any(one.reward for one in group.trajectories):
             raise TaskError(
                 self.name,
-                f"the rewards of prompt {group.prompt.prompt_id} have no part {only}; their parts: {known}",
-                rule=f"buffer.filter={{part: {only}}} compares it in each group",
+                f"the rewards of prompt {group.prompt.prompt_id} have no part {part}, but {[*parts]}",
+                rule=f"buffer.filter={{part: {part}}} compares it in each group",
                 way_out="name one of the parts, or return it from the reward.",
             )
-        return {only: parts.get(only, {0.0})}
+        return {part: parts.get(part, {0.0})}
 
     def _filter(self, group: Group, rewards: Mapping[str, set[float]]) -> None:
         self._filtered_in_a_row += 1
@@ -457,15 +456,13 @@ def parts_of(group: Group) -> dict[str, set[float]]:
     """Return the values of each part of the reward: 0 for a rollout without parts, which
     a limit cut; a part that applies to no rollout has one value.
     """
-    first = {one.sample_index: one for one in reversed(group.trajectories)}
-    names = {name: None for one in first.values() for name in one.parts}
-    found = dict[str, set[float]]()
-    for name in names:
-        of_part = [
-            one.parts[name].value if one.parts else 0.0 for one in first.values()
-        ]
-        found[name] = {value for value in of_part if value is not None} or {0.0}
-    return found
+    found = defaultdict[str, set[float]](set)
+    names = {name: 0.0 for one in group.trajectories for name in one.parts}
+    for one in group.trajectories:
+        for name in names:
+            value = one.parts[name].value if one.parts else 0.0
+            found[name] |= set() if value is None else {value}
+    return {name: values or {0.0} for name, values in found.items()}
 
 
 def rewards_of(group: Group) -> dict[str, set[float]]:

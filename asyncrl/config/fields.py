@@ -206,21 +206,15 @@ def _as_text(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def located(rule: str, section: str, own: Collection[str] = ()) -> str:
+def located(rule: str, section: str) -> str:
     """Return the text of a broken rule. The rules of a section write its settings as
-    .key, because the section may be one of several, such as task.0. `own`: if given, the
-    only settings that it has; others are of the run's section.
+    .key, because the section may be one of several, such as task.0.
 
     >>> located("Value error, .min=3 is above .max=2", "rollout.num_engines")
     'rollout.num_engines.min=3 is above rollout.num_engines.max=2'
     """
     text = rule.removeprefix("Value error, ")
-
-    def place(key: re.Match[str]) -> str:
-        is_own = not own or key[1] in own
-        return f"{section if is_own else section.rpartition('.')[2]}.{key[1]}"
-
-    return re.sub(r"(?<!\S)\.([a-z]\w*)", place, text)
+    return re.sub(r"(?<!\S)\.(?=[a-z])", f"{section}.", text)
 
 
 def tag_of(value: object) -> str:

@@ -32,7 +32,7 @@ from asyncrl.config.offload_config import (
 from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
-from asyncrl.config.task_config import TaskAlgorithm, TaskConfig, Tasks
+from asyncrl.config.task_config import TaskConfig, Tasks
 from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
@@ -166,9 +166,9 @@ class RunConfig(JobConfig):
             except ValidationError as error:
                 fault = error.errors()[0]["msg"]
                 key = f"{key_of('task', name)}.algorithm"
-                raise ValueError(
-                    located(fault, key, TaskAlgorithm.model_fields)
-                ) from error
+                # A setting that tasks do not have is the run's.
+                fault = fault.replace(" .rewards", " algorithm.rewards")
+                raise ValueError(located(fault, key)) from error
         weights = [task.algorithm.weight for task in self.tasks.values()]
         is_same = all(each == self.algorithm for each in found.values())
         return {} if is_same and set(weights) == {1.0} else found
@@ -467,11 +467,6 @@ class RunConfig(JobConfig):
         shown = self.buffer.filter if part is None else f"{{part: {part}}}"
         if why and shown != "none":
             yield f"buffer.filter={shown} {why}; set buffer.filter=none"
-        for name, task in self.tasks.items():
-            names = task.part_names
-            if part is not None and names and part not in names:
-                key = key_of("task", name)
-                yield f"buffer.filter={shown}, and {key}.reward has {', '.join(names)}; name one of them"
 
     def _limit_conflicts(self) -> Iterator[str]:
         for owner, (task, generator) in self.players.items():

@@ -281,10 +281,6 @@ class TaskConfig(FrozenConfig):
         names = self.part_names
         if len(set(names)) < len(names):
             yield f".reward names two parts {', '.join(names)}; give functions of different names"
-        unknown = sorted(self.reward_weights.keys() - names)
-        if unknown and (names or self.reward == "math"):
-            shown = ", ".join(names) or "none"
-            yield f".reward_weights names {unknown[0]}; write one of the parts of .reward: {shown}"
 
 
 def part_name(function: str) -> str:

@@ -264,6 +264,12 @@ class Trajectory:
         return self.unscored is None and self.awaits is None
 
     @property
+    def part_values(self) -> dict[str, float]:
+        """Return the parts of the reward that apply, without their weights."""
+        parts = self.parts.items()
+        return {name: part.value for name, part in parts if part.value is not None}
+
+    @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         """int32 [T]"""
         return self.tokens.ids

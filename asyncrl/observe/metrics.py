@@ -187,16 +187,10 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     for rollout in rollouts:
         for name, value in rollout[0].metrics.items():
             reported[f"task/{name}"].append(value)
-        for name, value in values_of(rollout).items():
+        for name, value in rollout[0].part_values.items():
             reported[f"reward/part/{name}"].append(value)
     metrics |= {name: fmean(values) for name, values in reported.items()}
     return metrics
-
-
-def values_of(rollout: Rollout) -> dict[str, float]:
-    """Return the parts of the rollout's reward that apply, without their weights."""
-    parts = rollout[0].parts if rollout else {}
-    return {name: part.value for name, part in parts.items() if part.value is not None}
 
 
 def _means(rollouts: Sequence[Rollout], ending: str) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
-from asyncrl.observe.metrics import rollouts_of, values_of
+from asyncrl.observe.metrics import rollouts_of
 from asyncrl.observe.run_dir import append_bounded, cut_steps, older_of, read_bounded
 from asyncrl.observe.run_numbers import plain, several
 from asyncrl.rollouts.rollout import FailedRollout, how_failed
@@ -165,7 +165,7 @@ def shown(
         ],
         "answer": None if prompt.answer is None else _cut(str(prompt.answer)),
         "reward": float(rollout[0].reward) if min_version is not None else None,
-        "rewards": values_of(rollout),
+        "rewards": rollout[0].part_values if rollout else {},
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()}
         if rollout
         else {},

@@ -87,17 +87,16 @@ def reward_function(config: TaskConfig) -> RewardFunction:
 
 def _several(config: TaskConfig, names: Sequence[str]) -> RewardFunction:
     """Return a function whose parts are the rewards of the named ones."""
-    functions = dict[str, RewardFunction]()
-    for name in names:
-        function = reward_function(config.model_copy(update={"reward": name}))
-        functions[part_name(name)] = function
-        if takes_group(function):
-            raise ConfigError(
-                f"task.reward={list(names)}: {name} takes the completions of a group",
-                rule="functions of a list take one completion",
-                way_out="name it alone, and let it return a list of mappings, each with all parts.",
-            )
-    wants_sampled = any(optional(one, NO_COMPLETION) for one in functions.values())
+    functions = {
+        part_name(name): reward_function(config.model_copy(update={"reward": name}))
+        for name in names
+    }
+    if any(map(takes_group, functions.values())):
+        raise ConfigError(
+            f"task.reward={list(names)} has a function that takes the completions of a group",
+            rule="functions of a list take one completion",
+            way_out="name it alone, and let it return a list of mappings, each with all parts.",
+        )
 
     def score(prompt: Prompt, completion: str, sampled: Completion) -> object:
         results = dict[str, object]()
@@ -110,9 +109,7 @@ def _several(config: TaskConfig, names: Sequence[str]) -> RewardFunction:
         is_async = any(isinstance(one, Awaitable) for one in results.values())
         return _joined(results) if is_async else results
 
-    if wants_sampled:
-        return score
-    return lambda prompt, completion: score(prompt, completion, NO_COMPLETION)
+    return score
 
 
 async def _joined(results: Mapping[str, object]) -> Mapping[str, object]:
@@ -338,18 +335,16 @@ def weighted(reward: Reward, weights: Mapping[str, float]) -> Reward:
     """Return a reward whose parts have these weights, and others their own. Raises
     UserCodeFailed for a weight of an unknown part.
     """
-    parts = {} if isinstance(reward, float) else reward
+    given = {} if isinstance(reward, float) else reward
+    parts = {
+        name: part._replace(weight=weights.get(name, part.weight))
+        for name, part in given.items()
+    }
     if unknown := sorted(weights.keys() - parts.keys()):
         said = f"the parts {', '.join(parts)}" if parts else "one number"
         raise _corrupt(f"{said}; task.reward_weights names {', '.join(unknown)}")
-    if isinstance(reward, float):
-        return reward
-    found = {
-        name: RewardPart(part.value, weights.get(name, part.weight))
-        for name, part in parts.items()
-    }
-    as_number(total(found))  # may be too large
-    return found
+    as_number(total(parts))  # may be too large
+    return parts or reward
 
 
 def total(reward: Reward) -> float:

@@ -6,6 +6,7 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -187,24 +188,22 @@ def part_table(units: Sequence[Unit], group_B: Tensor) -> tuple[Tensor, Tensor]:
     A unit with one number has one part without a name. But 0 is all parts of its group,
     if others have some: it was cut at a limit before it was scored.
     """
-    group_of = group_B.tolist()
+    groups = group_B.tolist()
     known = dict[int, Mapping[str, RewardPart]]()
-    for unit, group in zip(units, group_of, strict=True):
+    for unit, group in zip(units, groups, strict=True):
         known[group] = known.get(group) or unit.parts
     rows = list[Mapping[str, RewardPart]]()
-    for unit, group in zip(units, group_of, strict=True):
+    for unit, group in zip(units, groups, strict=True):
         zeros = {name: part._replace(value=0.0) for name, part in known[group].items()}
-        number = {"": RewardPart(unit.reward)}
-        rows.append(unit.parts or (zeros if unit.reward == 0 else {}) or number)
+        is_cut = unit.reward == 0 and zeros
+        number = zeros if is_cut else {"": RewardPart(unit.reward)}
+        rows.append(unit.parts or number)
     names = sorted({name for row in rows for name in row})
-    value_KB = torch.full((len(names), len(rows)), torch.nan, dtype=torch.float64)
-    weight_KB = torch.zeros_like(value_KB)
-    for number_of, name in enumerate(names):
-        for place, row in enumerate(rows):
-            value, weight = row.get(name, (None, 0.0))
-            if value is not None:
-                value_KB[number_of, place] = value
-                weight_KB[number_of, place] = weight
+    absent = RewardPart(None)
+    table = [[row.get(name, absent) for row in rows] for name in names]
+    values = [[math.nan if p.value is None else p.value for p in row] for row in table]
+    weights = [[part.weight for part in row] for row in table]
+    value_KB, weight_KB = torch.tensor([values, weights], dtype=torch.float64)
     return value_KB, weight_KB
 
 
