@@ -24,6 +24,7 @@ from fakes import FakeScorer
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import read_lines, run, start, wait_for_steps, write_config
+from journal_cases import make_batch
 from producer_cases import FakeHost, World, run_harness
 from rollout_cases import one_token, virtual
 from scorer_cases import PROMPT, TOKENIZER, make_scorer, sampled
@@ -32,11 +33,13 @@ from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
 from asyncrl.config import AlgorithmConfig, TaskConfig
 from asyncrl.job.check.reward_trial import try_reward
 from asyncrl.messages.records import Outcome, RewardPart
+from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.observe.show import render_inspect as inspect
 from asyncrl.rollouts.rollout import with_outcome
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_reward, total, weighted
 from asyncrl.trainer.loss.objective import Compare, Unit
+from asyncrl.trainer.trainer_client import pack_groups
 from examples.harbor.trial import parts_of
 
 GDPO = {"rewards": "normalize_then_sum", "advantage": "grpo_sample"}
@@ -177,6 +180,14 @@ def test_rollout_that_a_limit_cut_has_zero_in_each_part() -> None:
     assert (low, middle) == (-high, 0.0)
 
 
+def test_trainer_gets_the_parts_of_each_trajectory() -> None:
+    batch = make_batch(0, 3, 4)
+    header, _ = unpack_batch(pack_batch(*pack_groups(batch)))
+    given = [one.parts for group in batch.groups for one in group.trajectories]
+    assert [dict(one.parts) for one in header.trajectories] == given
+    assert {value for parts in given for value, _ in parts.values()} == {1.0, None}
+
+
 # ---- what a reward may be
 
 
@@ -237,9 +248,9 @@ def exact(prompt, completion, answer):
     prompt.info["seen"] = prompt.info.get("seen", 0) + 1
     return float(completion == answer) + prompt.info["seen"] - 1
 async def short(prompt, completion, answer):
-    prompt.info["seen"] = 100
     return 1 / len(completion)
 def sure(prompt, completion, answer, sampled):
+    prompt.info["seen"] = 100
     return sampled.behaviour_logprobs[0]
 def group(prompt, completions, answer):
     return [0.0 for _ in completions]
@@ -267,7 +278,7 @@ def listed(*names: str, **more: Any) -> TaskConfig:
 @pytest.mark.asyncio
 async def test_listed_functions_are_parts_in_every_pool(rows: Path, pool: Any) -> None:
     weights = {"short": 0.5}
-    config = listed("exact", "short", "sure", reward_pool=pool, reward_weights=weights)
+    config = listed("short", "sure", "exact", reward_pool=pool, reward_weights=weights)
     scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
     async with aclosing(scorer):
         found = await scorer.score(PROMPT, sampled("x"))
