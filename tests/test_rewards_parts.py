@@ -35,6 +35,7 @@ from asyncrl.job.check.reward_trial import try_reward
 from asyncrl.messages.records import Outcome, RewardPart
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.observe.show import render_inspect as inspect
+from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import with_outcome
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_reward, total, weighted
@@ -348,6 +349,13 @@ def test_posted_parts_are_the_reward() -> None:
     assert branch.parts == {"thumb": RewardPart(1.0), "tone": RewardPart(0.5, 2.0)}
     with pytest.raises(RewardFailure, match="the parts thumb, tone; task.reward_wei"):
         with_outcome(waits, given, {"tune": 2.0})
+
+
+def test_evaluation_means_parts_over_samples_to_which_they_apply() -> None:
+    given: list[Row] = [{"a": 1.0, "b": None}, {"a": 0.0, "b": 0.5}]
+    rollouts = [(replace(one_token(0), parts=as_reward(row)),) for row in given]
+    metrics = EvalResult(3, [("0/1", rollout) for rollout in rollouts]).metrics()
+    assert (metrics["eval/part/a"], metrics["eval/part/b"]) == (0.5, 0.5)
 
 
 # ---- groups
