@@ -74,8 +74,8 @@ def try_prompt(
         what = f"{source} {faults[0]}"
         raise ConfigError(
             what,
-            rule="a reward is one finite number",
-            way_out="return a number for each completion, such as 1.0.",
+            rule="a reward is one finite number, or a mapping of some by name",
+            way_out="return a number for each completion, such as 1.0, or correct task.reward_weights.",
         )
     elif len(faults) == len(texts):
         yield f"warning: {source} {faults[0]} for each answer that was tried: such rollouts fail"
