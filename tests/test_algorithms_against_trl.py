@@ -22,7 +22,9 @@ from torch import Tensor
 from trainer_cases import batch_of, changed, make_spec
 
 from asyncrl.algorithms.advantages import overlong_penalty
+from asyncrl.messages.records import RewardPart
 from asyncrl.messages.tokens import Tokens
+from asyncrl.tasks.rewards import total
 from asyncrl.trainer.loss.objective import BatchNumbers, Objective
 from asyncrl.trainer.loss.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.ranks.ranks import ONE_RANK
@@ -163,7 +165,11 @@ def sample(seed: int) -> Sampled:
 
 
 def our_loss(
-    sampled: Sampled, *, age_M: Sequence[int] = (), **algorithm: Any
+    sampled: Sampled,
+    *,
+    age_M: Sequence[int] = (),
+    parts: Sequence[dict[str, RewardPart]] = (),
+    **algorithm: Any,
 ) -> Answer:
     rows = [
         ([0] * (1 + length), [False] + [True] * length) for length in sampled.lengths
@@ -171,6 +177,9 @@ def our_loss(
     header, arrays = batch_of([rows[:GROUP_SIZE], rows[GROUP_SIZE:]])
     scored = zip(header.trajectories, sampled.reward_B.tolist(), strict=True)
     entries = [entry.model_copy(update={"reward": reward}) for entry, reward in scored]
+    if parts:
+        given = zip(entries, parts, strict=True)
+        entries = [entry.model_copy(update={"parts": own}) for entry, own in given]
     header = header.model_copy(update={"trajectories": entries})
     arrays = changed(arrays, behaviour_logprobs=over_batch(sampled.behaviour_M, arrays))
     mask = arrays.is_sampled
@@ -393,6 +402,43 @@ def test_advantages_match_trl() -> None:
     assert_close(
         ratio_B, torch.full_like(ratio_B, ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5), 1e-3
     )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_several_rewards_match_trl(seed: int) -> None:
+    """Both aggregations of TRL. None is NaN there, and a part that does not
+    apply here.
+    """
+    sampled = sample(seed)
+    names, weights = ["exact", "form", "short"], [1.0, 0.2, -0.5]
+    value_BK = torch.randint(0, 3, (len(sampled.lengths), 3)).float()
+    value_BK[:, 2] = torch.rand(len(value_BK))
+    value_BK[seed % 6, seed % 3] = torch.nan
+    parts = [
+        {
+            name: RewardPart(None if math.isnan(value) else value, weight)
+            for name, value, weight in zip(names, row, weights, strict=True)
+        }
+        for row in value_BK.tolist()
+    ]
+    shared: dict[str, Any] = {
+        "reward_weights": torch.tensor(weights),
+        "reward_func_names": names,
+        "reward_funcs": names,
+        "_calculate_rewards": lambda *_: value_BK,
+    }
+    reward_B = torch.tensor([total(each) for each in parts])
+    sampled = replace(sampled, reward_B=reward_B)
+    grpo = SAME["GRPO"][0]
+    by_sum = our_loss(sampled, parts=parts, **grpo)
+    theirs = trl_loss(sampled, **shared, scale_rewards="group")
+    assert_close(by_sum[2], theirs[2], 1e-6)
+    aggregation = "normalize_then_sum"
+    decoupled = our_loss(sampled, parts=parts, rewards=aggregation, **grpo)
+    theirs = trl_loss(sampled, **shared, multi_objective_aggregation=aggregation)
+    assert_close(decoupled[2], theirs[2], 1e-6)
+    assert_close(decoupled[0], theirs[0])
+    assert not torch.allclose(by_sum[2], decoupled[2], atol=0.01)
 
 
 def test_length_penalty_matches_trl() -> None:

@@ -188,7 +188,7 @@ UNLIKE_ANY_SETTING = frozenset(
     liger_kernel_config load_best_model_at_end local_rank log_completions_hub_repo log_level
     log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step
     logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs metric_for_best_model
-    model_init_kwargs multi_objective_aggregation neftune_noise_alpha optim optim_args optim_target_modules
+    model_init_kwargs neftune_noise_alpha optim optim_args optim_target_modules
     output_dir pad_to_multiple_of parallelism_config per_device_eval_batch_size prediction_loss_only project
     push_to_hub ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
     restore_callback_states_from_checkpoint resume_from_checkpoint router_aux_loss_coef

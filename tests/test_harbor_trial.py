@@ -25,7 +25,7 @@ from job_runs import environment, read_lines
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
 from asyncrl.base.http import WORKER_KEY_ENV
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, RewardPart
 from examples.harbor.numbers import write
 
 ROOT = Path(__file__).parents[1]
@@ -178,13 +178,16 @@ async def test_each_failure_has_its_name(tmp_path: Path) -> None:
             assert await kind_of(gateway, changed(tmp_path, files), said) == kind
         for file, text, said in (
             ("reward.txt", "inf", "finite"),
-            ("reward.json", '{"score": 1}', "gave no `reward`"),
+            ("reward.json", '{"score": "x"}', "score"),
         ):
             files = {test: f"echo '{text}' >/logs/verifier/{file}\n"}
             kind = await kind_of(gateway, changed(tmp_path, files), said)
             assert kind == FailureKind.CORRUPT_RESULT
         # Of the sandbox, nothing remains.
         assert await play(gateway, TASKS / "word-count") == Outcome(1.0)
+        files = {test: """echo '{"score": 1}' >/logs/verifier/reward.json\n"""}
+        outcome = await play(gateway, changed(tmp_path, files))
+        assert outcome == Outcome({"score": RewardPart(1.0)})
 
 
 @in_loop
@@ -329,14 +332,12 @@ async def test_limits_end_what_exceeds_them_and_not_the_trial(tmp_path: Path) ->
                 "tests/test.sh": REPORT,
             }
             outcome = await play(gateway, changed(tmp_path, files), number)
-            assert (outcome.reward, outcome.metrics) == (
-                1.0,
-                {
-                    "survived": float(found != ""),
-                    "small": float(found == "small"),
-                    "one": float(found == "1"),
-                },
-            ), script
+            assert outcome.reward == {
+                "reward": RewardPart(1.0),
+                "survived": RewardPart(float(found != ""), 0.0),
+                "small": RewardPart(float(found == "small"), 0.0),
+                "one": RewardPart(float(found == "1"), 0.0),
+            }, script
 
 
 REPORT = """

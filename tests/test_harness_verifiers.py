@@ -26,7 +26,8 @@ from asyncrl.extensions.verifiers.verifiers_harness import (
     VerifiersHarness,
     load_taskset,
 )
-from asyncrl.messages.records import Rollout
+from asyncrl.messages.records import RewardPart, Rollout
+from asyncrl.rollouts.rollout import earning, own_reward
 
 pytestmark = [pytest.mark.extras, pytest.mark.extension("verifiers")]
 GUESSING = "guessing_env_for_test"
@@ -85,7 +86,9 @@ def play(
             outcome = await run(
                 world, harness_of(name, args), task_of(name, args, index)
             )
-            rollout = world.session.rollout(0, outcome, outcome.reward or 0.0)
+            rollout = earning(
+                partial(world.session.rollout, 0, outcome), own_reward(outcome) or 0.0
+            )
             return outcome, rollout, [text_of(each) for each in engine.requests]
 
     return asyncio.run(story())
@@ -112,12 +115,12 @@ def test_tool_environment_records_every_turn(caplog: pytest.LogCaptureFixture) -
     assert not [each for each in caplog.records if each.name.startswith(loggers)], (
         "they would show the key"
     )
-    assert outcome.reward == pytest.approx(1.1)
-    assert outcome.metrics == {
-        "reward/correct": 1.0,
-        "reward/asked": 1.0,
-        "num_calls": 1.0,
+    assert outcome.reward == {
+        "correct": RewardPart(1.0),
+        "asked": RewardPart(1.0, 0.1),
     }
+    assert (rollout[0].reward, rollout[0].parts) == (1.1, outcome.reward)
+    assert outcome.metrics == {"num_calls": 1.0}
     assert len(prompts) == 2
     assert "['calculate']" in prompts[0]
     (branch,) = rollout
@@ -138,7 +141,8 @@ async def test_rollouts_share_servers_that_end_with_the_last() -> None:
         runs = [
             run(world, harness, *each) for each in zip(tasks, sessions, strict=True)
         ]
-        assert [outcome.reward for outcome in await asyncio.gather(*runs)] == [1.0] * 6
+        outcomes = await asyncio.gather(*runs)
+        assert [own_reward(one) for one in outcomes] == [{"found": RewardPart(1.0)}] * 6
         sampled = [
             session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions
         ]
@@ -176,7 +180,7 @@ def test_programs_of_every_dialect_are_recorded(dialect: str, stream: bool) -> N
     harness = {"id": GUESSING, "dialect": dialect, "stream": stream}
     args = {"agent": {"harness": harness, "runtime": {"type": "subprocess"}}}
     outcome, rollout, prompts = play(GUESSING, 2, guess_upwards, args)
-    assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 3.0})
+    assert outcome == Outcome({"found": RewardPart(1.0)}, {"guesses": 3.0})
     assert len(prompts) == 3
     (branch,) = rollout
     sampled = branch.token_ids[branch.loss_mask].tolist()
@@ -190,7 +194,7 @@ def test_the_librarys_own_programs_are_recorded(program: str) -> None:
         pytest.skip("pip install uv")
     args = {"agent": {"harness": {"id": program}, "runtime": {"type": "subprocess"}}}
     outcome, rollout, _ = play("letters_env_for_test", 0, lambda _: "aab", args)
-    assert outcome.reward == pytest.approx(2 / 3)
+    assert rollout[0].reward == pytest.approx(2 / 3)
     assert [branch.num_sampled for branch in rollout] == [4]
 
 
@@ -288,11 +292,13 @@ def test_policy_serves_a_simulated_user() -> None:
             }
             harness = harness_of(LETTERS, args)
             outcome = await run(world, harness, task_of(LETTERS, args, 0))
-            rollout = world.session.rollout(0, outcome, outcome.reward or 0.0)
+            rollout = earning(
+                partial(world.session.rollout, 0, outcome), own_reward(outcome) or 0.0
+            )
             return outcome, rollout, len(user.requests)
 
     outcome, rollout, num_asked = asyncio.run(story())
-    assert (outcome.reward, outcome.turn_rewards, num_asked) == (0.5, {}, 3)
+    assert (rollout[0].reward, outcome.turn_rewards, num_asked) == (0.5, {}, 3)
     assert outcome.metrics["user_turns"] == 3.0
     assert [branch.num_sampled for branch in rollout] == [6], "two answers of three"
 

@@ -77,6 +77,7 @@ NO_SCORE: Any = SimpleNamespace(
     shows_special=True,
     scores_groups=False,
     judge=None,
+    weights={},
 )
 
 

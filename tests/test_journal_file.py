@@ -121,7 +121,7 @@ def unread_page(content: bytes) -> bytes:
             lambda _: b"Dear reader, this is no database",
             "is damaged: file is not a database",
         ),
-        ("PRAGMA user_version = 4", "it has schema version 4, and 12 is read"),
+        ("PRAGMA user_version = 4", "it has schema version 4, and 13 is read"),
         (
             "UPDATE meta SET value = 'another' WHERE key = 'run_id'",
             "is the journal of run another, this is",

@@ -39,7 +39,7 @@ from asyncrl.extensions.scoring.judge import (
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
 from asyncrl.job.check.config_check import validate
 from asyncrl.journal.read import read_resume
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Prompt, RewardPart
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed
 
@@ -137,6 +137,17 @@ async def test_judge_grades_each_text_once_and_counts_its_tokens() -> None:
             assert (*counts, scorer.asked.num_tokens) == (2, 2, 20)
     assert sorted(server.asked) == ["Grade aa", "Grade bbbb"]
     assert server.bodies[0]["temperature"] == 0.0
+
+
+@pytest.mark.asyncio
+async def test_named_groups_of_an_answer_are_parts() -> None:
+    replies = ["style: 8", "exact: 12, style: 8", "exact: 5, style: 8"]
+    parse = r"exact: (?P<exact>\d+), style: (?P<style>\d+)?"
+    async with endpoint(lambda _: replies.pop(0)) as server:
+        async with scorer_of(server, best=10.0, parse=parse, retries=2) as scorer:
+            found = await scorer.score(PROMPT, sampled("aa"))
+    assert found == {"exact": RewardPart(0.5), "style": RewardPart(0.8)}
+    assert replies == [], "answers without a grade, or with one too high, are repeated"
 
 
 @pytest.mark.asyncio

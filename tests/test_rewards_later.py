@@ -35,6 +35,7 @@ from asyncrl.messages.records import (
     Outcome,
     PolicyCall,
     Prompt,
+    RewardPart,
     Ticket,
     UnfinishedGroup,
     Work,
@@ -248,6 +249,30 @@ async def test_repeated_post_is_accepted_and_another_reward_refused() -> None:
         status, error = await app.post(first, 0.0)
         assert (status, error.startswith("g0/r0 has the reward 1.0")) == (409, True)
         assert app.late.gauges()["reward/posted"] == 1
+
+
+@virtual
+async def test_parts_may_be_posted_later_and_again() -> None:
+    parts = {"thumb": 1.0, "tone": [0.5, 4.0], "speed": None}
+    others = ({"thumb": 1.0, "tone": [0.5, 2.0], "speed": None}, {"thumb": 1.0}, 3.0)
+    async with application() as app:
+        await asyncio.sleep(HOUR_S)
+        first, *rest = app.keys[:3]
+        assert await app.post_body(first, {"reward": {}}) != (200, "")
+        for _ in range(2):  # the second is compared with the journal
+            assert await app.post_body(first, {"reward": parts}) == (200, "")
+        for other in others:
+            assert (await app.post_body(first, {"reward": other}))[0] == 409
+        for key in rest:
+            assert await app.post_body(key, {"reward": parts}) == (200, "")
+        await all_blocked()
+        (group,) = app.sink.finished
+        assert [one.reward for one in group.trajectories] == [3.0] * 3
+        assert group.trajectories[0].parts == {
+            "thumb": RewardPart(1.0),
+            "tone": RewardPart(0.5, 4.0),
+            "speed": RewardPart(None),
+        }
 
 
 @virtual

@@ -113,10 +113,12 @@ def rewards() -> dict[str, Any]:
         ("combined", "<think>a</think><answer>Paris</answer>", "Paris", 1.0),
         ("combined", f"<think>{'a' * 400}</think><answer>Paris</answer>", "Paris", 0.9),
         ("combined", "<think>a</think><answer>Rome</answer>", "Paris", 0.1),
+        ("parts", "Rome", "Paris", {"exact": 0.0, "form": 0.0, "short": None}),
+        ("parts", "Paris" + " " * 95, "Paris", {"exact": 1, "form": 0, "short": 0.75}),
     ],
 )
 def test_a_reward_of_the_page(
-    rewards: dict[str, Any], name: str, completion: str, answer: str, reward: float
+    rewards: dict[str, Any], name: str, completion: str, answer: str, reward: Any
 ) -> None:
     assert rewards[name](REWARD_PROMPT, completion, answer) == pytest.approx(reward)
 

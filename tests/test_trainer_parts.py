@@ -445,6 +445,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         f"aggregate {name}": {"algorithm": {"aggregate": name}}
         for name in ("token", "sequence", "sequence_sum", "constant")
     },
+    "GDPO": {"algorithm": {"rewards": "normalize_then_sum"}},
 }
 
 

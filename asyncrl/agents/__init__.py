@@ -1,6 +1,6 @@
 """Harnesses, which run rollouts in a worker process."""
 
 from asyncrl.agents.harness import Harness, Session, Task
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, RewardPart
 
-__all__ = ["Harness", "Outcome", "Session", "Task"]
+__all__ = ["Harness", "Outcome", "RewardPart", "Session", "Task"]

@@ -10,6 +10,7 @@ in grpo_sample and lite_ppo.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ EPSILON = 1e-4
 
 
 def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return what an advantage function gave, as float32 [B]. Raises ConfigError."""
+    """Return what an advantage function gave, as a tensor [B]. Raises ConfigError."""
     # It may be a user's function (module:function). Another shape would give tokens the
     # advantages of others, and one NaN would spoil all weights.
     is_one_each = isinstance(given, Tensor) and given.shape == reward_B.shape
@@ -37,7 +38,7 @@ def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) ->
             rule="it returns a finite tensor, one advantage a reward",
             way_out="correct the function, or set algorithm.advantage=grpo.",
         )
-    advantage_B: Tensor = given.detach().float()
+    advantage_B: Tensor = given.detach()
     return advantage_B
 
 
@@ -74,14 +75,7 @@ def lite_ppo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     Lite PPO, https://arxiv.org/abs/2508.08221.
     """
-    std = (
-        (reward_B - reward_B.mean())
-        .square()
-        .sum()
-        .div(max(len(reward_B) - 1, 1))
-        .sqrt()
-    )
-    return _centred(reward_B, group_B)[0] / (std + EPSILON)
+    return _centred(reward_B, group_B)[0] / (_sample_std(reward_B) + EPSILON)
 
 
 def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -123,6 +117,29 @@ def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
     # their standard deviation.
     centred_B = dr_grpo(reward_B, group_B)
     return centred_B / (centred_B.square().mean().sqrt() + EPSILON)
+
+
+def normalize_then_sum(
+    value_KB: Tensor,
+    weight_KB: Tensor,
+    group_B: Tensor,
+    advantage: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Compare K parts of a reward each by itself, sum the results by their weights, and
+    normalize them over the batch: (sum - mean) / (sample std + EPSILON), float64 [B].
+
+    `value_KB`, `weight_KB` float64; NaN is a part that does not apply to a sample: it
+    adds 0, and the others are compared without it. With grpo_sample like TRL's
+    normalize_then_sum. GDPO, https://arxiv.org/abs/2601.05242, equations 4 to 6.
+    """
+    sum_B = torch.zeros_like(value_KB[0])
+    for value_B, weight_B in zip(value_KB, weight_KB, strict=True):
+        has_B = ~value_B.isnan()
+        _, group_P = torch.unique(group_B[has_B], return_inverse=True)
+        compared_P = advantage(value_B[has_B], group_P)
+        sum_B[has_B] += weight_B[has_B] * compared_P
+    centred_B, _ = _centred(sum_B, torch.zeros_like(group_B))
+    return centred_B / (_sample_std(sum_B) + EPSILON)
 
 
 @dataclass(frozen=True)
@@ -257,6 +274,11 @@ def whitened(advantage_M: Tensor) -> Tensor:
     num_others = max(len(advantage_M) - 1, 1)
     variance = centred_M.square().sum() / num_others
     return centred_M * torch.rsqrt(variance + 1e-8)
+
+
+def _sample_std(value_B: Tensor) -> Tensor:
+    square_B = (value_B - value_B.mean()).square()
+    return square_B.sum().div(max(len(value_B) - 1, 1)).sqrt()
 
 
 def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:

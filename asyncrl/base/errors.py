@@ -212,7 +212,9 @@ def first_fault(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
+    # A name in brackets is the form that a value has, not a field.
+    where = [str(name) for name in first["loc"] if not str(name).startswith("[")]
+    return f"{'.'.join(where)} {first['msg']}".strip()
 
 
 class ErrorBody(Message):

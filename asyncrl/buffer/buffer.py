@@ -56,8 +56,12 @@ class Buffer:
         num_groups: int,
         num_batches: int,
         part_tokens: int = 0,
+        compares_parts: bool = False,
     ) -> None:
-        """`part_tokens`: the fewest tokens of a part of a batch (0: batches are whole)."""
+        """`part_tokens`: the fewest tokens of a part of a batch (0: batches are whole).
+        `compares_parts`: the trainer compares each part of a reward, not their sum.
+        """
+        self._compares_parts = compares_parts
         self.config = config
         self.part_tokens = part_tokens
         self.part_groups = 0
@@ -163,8 +167,8 @@ class Buffer:
         """
         # Before the rule hears of it: a filtered group leaves like a failed one and
         # frees its admission for another prompt.
-        if self.config.filter == "equal_rewards":
-            rewards = rewards_of(group)
+        if self.config.filter != "none":
+            rewards = self._compared(group)
             if all(len(of_role) == 1 for of_role in rewards.values()):
                 self._filter(group, rewards)
                 return "filtered"
@@ -181,6 +185,23 @@ class Buffer:
             self._requeue(group.group_id)
             return "requeued"
         return "ready"
+
+    def _compared(self, group: Group) -> Mapping[str, set[float]]:
+        """Return the values by which buffer.filter judges a group. Raises TaskError if
+        it has no such part.
+        """
+        part = self.config.filter_part
+        parts = parts_of(group)
+        if part is None:
+            return rewards_of(group) | (parts if self._compares_parts else {})
+        if part not in parts and any(one.reward for one in group.trajectories):
+            raise TaskError(
+                self.name,
+                f"the rewards of prompt {group.prompt.prompt_id} have no part {part}, but {[*parts]}",
+                rule=f"buffer.filter={{part: {part}}} compares it in each group",
+                way_out="name one of the parts, or return it from the reward.",
+            )
+        return {part: parts.get(part, {0.0})}
 
     def _filter(self, group: Group, rewards: Mapping[str, set[float]]) -> None:
         self._filtered_in_a_row += 1
@@ -429,6 +450,19 @@ def _versions(group: Group) -> tuple[int, int]:
         for span in trajectory.tokens.spans
     ]
     return min(versions), max(versions)
+
+
+def parts_of(group: Group) -> dict[str, set[float]]:
+    """Return the values of each part of the reward: 0 for a rollout without parts, which
+    a limit cut; a part that applies to no rollout has one value.
+    """
+    found = defaultdict[str, set[float]](set)
+    names = {name: 0.0 for one in group.trajectories for name in one.parts}
+    for one in group.trajectories:
+        for name in names:
+            value = one.parts[name].value if one.parts else 0.0
+            found[name] |= set() if value is None else {value}
+    return {name: values or {0.0} for name, values in found.items()}
 
 
 def rewards_of(group: Group) -> dict[str, set[float]]:

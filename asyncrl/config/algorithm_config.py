@@ -33,6 +33,9 @@ GROUP_ADVANTAGES = (
 TURN_ADVANTAGES = ("rloo", "leave_one_out", "gigpo")
 """Built-in advantages that credit turns with what follows them."""
 
+NOT_PER_PART = ("dr_grpo", "rloo", "leave_one_out", "gigpo", "gae")
+"""Advantages of whose parts a sum is the advantage of the sum, or that are of tokens."""
+
 
 class AlgorithmConfig(FrozenConfig):
     """Advantages and loss (docs/algorithms.md)."""
@@ -41,6 +44,17 @@ class AlgorithmConfig(FrozenConfig):
     """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out,
     reinforce_pp, reinforce_pp_baseline, gigpo, gae) or `module:function`. gae needs
     `critic`, gigpo needs `turn_discount`.
+    """
+    rewards: Annotated[
+        Literal["sum", "normalize_then_sum"],
+        NotWith("advantage", NOT_PER_PART),
+        NotWith("turn_discount"),
+        NotWith("overlong_tokens"),
+        NotWith("kl_in", ("reward",)),
+        NotWith("reward_weight", (0,)),
+    ] = "sum"
+    """Several parts of a reward: compare their sum, or compare each part by itself, sum
+    the results by the parts' weights, and normalize them over the batch (GDPO).
     """
     loss: str = "ppo_clip"
     """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo,

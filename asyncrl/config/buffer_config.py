@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import Discriminator, Field, NonNegativeInt, Tag
 
 from asyncrl.config.fields import FrozenConfig
 
 OnOverdue = Literal["wait", "mask", "drop"]
+
+
+class PartFilter(FrozenConfig):
+    """Groups that are kept because they differ in a part of the reward."""
+
+    part: str = Field(min_length=1)
+    """Replace groups in which this part of the reward is equal for all rollouts."""
 
 
 class BufferConfig(FrozenConfig):
@@ -25,10 +32,18 @@ class BufferConfig(FrozenConfig):
     """
     on_overdue: OnOverdue = "mask"
     """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
-    filter: Literal["none", "equal_rewards"] = "none"
+    filter: Annotated[
+        Annotated[Literal["none", "equal_rewards"], Tag("[word]")]
+        | Annotated[PartFilter, Tag("[part]")],
+        Discriminator(lambda given: "[word]" if isinstance(given, str) else "[part]"),
+    ] = "none"
     """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic
-    sampling).
+    sampling). {part: NAME}: those in which this part of the reward is.
     """
+
+    @property
+    def filter_part(self) -> str | None:
+        return self.filter.part if isinstance(self.filter, PartFilter) else None
 
     def conflicts(self) -> Iterator[str]:
         # A group that starts look_ahead batches early is look_ahead versions old when

@@ -29,7 +29,7 @@ EVAL_SEED = 2**30
 """Seed of evaluations, unlike the run's seed."""
 
 
-PARTS_OF_EVALS = ("task", "failure")
+PARTS_OF_EVALS = ("task", "failure", "part")
 """Of the metrics eval/PART/NAME; no evaluation has such a name."""
 NOT_EVALUATED = ("name", "share", "sampling", "algorithm")
 

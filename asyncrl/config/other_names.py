@@ -94,6 +94,7 @@ model.path: model_name_or_path model_name pretrain tokenizer_path
 model.dtype: torch_dtype bf16 fp16 precision
 task.files: train_files train_file
 task.dataset: dataset_name train_dataset prompt_data
+task.reward_weights: reward_weights gdpo_reward_weights
 task.reward: reward_funcs reward_fn reward_function
 task.prompt_column: prompt_key input_key
 task.answer_column: label_key

@@ -166,6 +166,8 @@ class RunConfig(JobConfig):
             except ValidationError as error:
                 fault = error.errors()[0]["msg"]
                 key = f"{key_of('task', name)}.algorithm"
+                # A setting that tasks do not have is the run's.
+                fault = fault.replace(" .rewards", " algorithm.rewards")
                 raise ValueError(located(fault, key)) from error
         weights = [task.algorithm.weight for task in self.tasks.values()]
         is_same = all(each == self.algorithm for each in found.values())
@@ -467,8 +469,10 @@ class RunConfig(JobConfig):
         # The teacher judges every token.
         elif self.algorithm.distill_weight > 0:
             why = "drops groups to learn from"
-        if why and self.buffer.filter == "equal_rewards":
-            yield f"buffer.filter=equal_rewards {why}; set buffer.filter=none"
+        part = self.buffer.filter_part
+        shown = self.buffer.filter if part is None else f"{{part: {part}}}"
+        if why and shown != "none":
+            yield f"buffer.filter={shown} {why}; set buffer.filter=none"
 
     def _limit_conflicts(self) -> Iterator[str]:
         for owner, (task, generator) in self.players.items():

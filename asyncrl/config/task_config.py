@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    Strict,
     Tag,
 )
 
@@ -26,7 +27,7 @@ from asyncrl.config.fields import (
     tag_of,
 )
 from asyncrl.config.generator_config import GeneratorConfig
-from asyncrl.messages.records import SessionRules
+from asyncrl.messages.records import Number, SessionRules
 
 ADDED_SOURCES: Mapping[str, str] = rows("task_sources")
 """Sources of extensions."""
@@ -41,6 +42,8 @@ _FORMS: Mapping[str, type[ScoredReward]] = {
 def _form_of(reward: object) -> str:
     if isinstance(reward, ScoredReward):
         return f"[{reward.kind}]"
+    if isinstance(reward, list):
+        return "[list]"
     if not isinstance(reward, dict):
         return "[text]"
     # A section with an unknown key gets the errors of the first form.
@@ -49,11 +52,15 @@ def _form_of(reward: object) -> str:
 
 
 if TYPE_CHECKING:
-    RewardSource: TypeAlias = str | ScoredReward
+    RewardSource: TypeAlias = str | list[str] | ScoredReward
 else:
     _tagged = (Annotated[form, Tag(f"[{name}]")] for name, form in _FORMS.items())
     RewardSource = Annotated[
-        Union[Annotated[str, Tag("[text]")], *_tagged],
+        Union[
+            Annotated[str, Tag("[text]")],
+            Annotated[list[str], Field(min_length=1), Tag("[list]")],
+            *_tagged,
+        ],
         Discriminator(_form_of),
     ]
 
@@ -150,7 +157,14 @@ class TaskConfig(FrozenConfig):
     reward: RewardSource | None = None
     """`module:function` with (prompt, completion, answer) -> float, or with (prompt,
     completions, answer) -> list for whole groups; `math` for math-verify; a `judge`; or
-    a reward `model`. Not for python, reasoning_gym and verifiers, which score themselves.
+    a reward `model`. A list of functions, or a function that returns a mapping, gives
+    parts, which are summed. Not for python, reasoning_gym and verifiers, which score
+    themselves.
+    """
+    # Strict: to a mapping with texts as keys, true would be the number 1.
+    reward_weights: dict[str, Annotated[Number, Strict()]] = {}
+    """Weights of the reward's parts by name, for example {exact: 1, form: 0.2} (absent =
+    the part's own, else 1).
     """
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
@@ -204,11 +218,29 @@ class TaskConfig(FrozenConfig):
         return self.reward if isinstance(self.reward, ScoredReward) else None
 
     @property
+    def uses_math(self) -> bool:
+        return self.reward == "math" or "math" in self.part_names
+
+    @property
+    def part_names(self) -> list[str]:
+        """Return the names of the parts of a list of functions; of others they are not
+        known.
+        """
+        names = self.reward if isinstance(self.reward, list) else []
+        return [part_name(name) for name in names]
+
+    @property
+    def reward_text(self) -> str:
+        """Return the names of functions."""
+        names = [self.reward] if isinstance(self.reward, str) else self.reward
+        return ", ".join(names) if isinstance(names, list) else ""
+
+    @property
     def reward_name(self) -> str:
         """Name of the reward in errors."""
         if self.scored_by is not None:
             return f"{self.scored_by.title} {self.scored_by.called}"
-        return f"the reward function {self.reward or self.python}"
+        return f"the reward function {self.reward_text or self.python}"
 
     @property
     def called(self) -> str:
@@ -246,6 +278,14 @@ class TaskConfig(FrozenConfig):
             yield f".reward_pool is for functions, not for a {kind}; remove it"
         if self.source not in ("files", "dataset") and self.reward is not None:
             yield f".reward is set, but a {sources[0]} task scores itself; remove it"
+        names = self.part_names
+        if len(set(names)) < len(names):
+            yield f".reward names two parts {', '.join(names)}; give functions of different names"
+
+
+def part_name(function: str) -> str:
+    """Return the name of the part that a function of a list gives: its own."""
+    return function.rpartition(":")[2]
 
 
 Tasks = Annotated[

@@ -134,6 +134,7 @@ async def build(
         num_groups=config.trainer.num_groups,
         num_batches=config.trainer.num_steps,
         part_tokens=part_tokens(config, placement),
+        compares_parts=config.algorithm.rewards != "sum",
     )
     late = LateRewards(journal, timeout_s=config.generator.outcome_timeout_s)
     agents = None

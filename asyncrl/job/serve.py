@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import secrets
 import shlex
@@ -51,6 +52,7 @@ from asyncrl.rollouts.rollout import (
     RolloutAttempt,
     RolloutRunner,
     Slots,
+    earning,
     how_failed,
     own_reward,
 )
@@ -317,12 +319,15 @@ class UserKey:
         session = self._session
         # First, since an outcome that does not fit raises here. Then the session is
         # still open, and the user can post a corrected one.
-        rollout = session.rollout(0, outcome, reward or 0.0)
+        rollout = earning(
+            functools.partial(session.rollout, 0, outcome),
+            0.0 if reward is None else reward,
+        )
         session.end_nowait(
             "an outcome was posted: it ended this rollout, and the key starts a new one"
         )
         self._session = self._open(session.sample_index + 1)
-        self._keep(session, reward, rollout)
+        self._keep(session, None if reward is None else rollout[0].reward, rollout)
 
     def _keep(
         self, session: GatewaySession, reward: float | None, rollout: Rollout

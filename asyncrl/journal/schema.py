@@ -30,6 +30,7 @@ from asyncrl.messages.records import (
     Completion,
     Credit,
     PolicyCall,
+    RewardPart,
     Trajectory,
 )
 from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
@@ -38,7 +39,7 @@ FILE_NAME = "journal.sqlite"
 """File in the run directory."""
 # A new column or another blob needs another number: there is no migration, and an old
 # run resumes only with the asyncrl that wrote it.
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 COSTS = "costs"
@@ -321,6 +322,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "unscored": trajectory.unscored,
         "awaits": trajectory.awaits,
         "untrained": trajectory.untrained,
+        "parts": trajectory.parts,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)
     return _encode(place, trajectory.tokens, head)
@@ -345,6 +347,7 @@ def decode_trajectory(
             replace(call, tools=tuple((name, tool) for name, tool in call.tools))
         )
     untrained = tuple((name, agent) for name, agent in head.pop("untrained"))
+    parts = {name: RewardPart(*part) for name, part in head.pop("parts").items()}
     return Trajectory(
         sample_index=sample_index,
         tokens=tokens,
@@ -352,6 +355,7 @@ def decode_trajectory(
         credits=credits,
         calls=tuple(calls),
         untrained=untrained,
+        parts=parts,
         **head,
     )
 

@@ -56,6 +56,8 @@ def _why_whole(algorithm: AlgorithmConfig) -> str:
         return f"the correction {correction} compares all tokens of the batch"
     if algorithm.top_entropy < 1:
         return "algorithm.top_entropy compares all tokens of the batch"
+    if algorithm.rewards != "sum":
+        return f"algorithm.rewards={algorithm.rewards} normalizes over the batch"
     if algorithm.advantage == "gae":
         if algorithm.whiten_advantages:
             return "algorithm.whiten_advantages compares all tokens of the batch"

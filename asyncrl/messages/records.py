@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 if TYPE_CHECKING:  # a worker runs without numpy
     import numpy as np
@@ -29,8 +29,34 @@ Number = Annotated[
 
 Count = Annotated[int, Field(ge=1)]
 
+
+class RewardPart(NamedTuple):
+    """One of several rewards of a rollout, whose reward is the sum of value * weight.
+
+    `value` None: this part does not apply to the rollout. It adds nothing to the sum,
+    and the rollout is not compared by it.
+    """
+
+    value: Number | None
+    weight: Number = 1.0
+
+
 State = Annotated[str, Field(min_length=1, max_length=256)]
 """Key of an environment's state. A longer one can be hashed."""
+_OnePart = Annotated[
+    Annotated[Number, Tag("[number]")] | Annotated[RewardPart, Tag("[pair]")],
+    Discriminator(
+        lambda one: "[pair]" if isinstance(one, tuple | list) else "[number]"
+    ),
+]
+_Parts = Annotated[
+    Mapping[State, _OnePart | None], Field(min_length=1, max_length=MAX_METRICS)
+]
+GivenReward = Annotated[
+    Annotated[Number, Tag("[number]")] | Annotated[_Parts, Tag("[parts]")],
+    Discriminator(lambda one: "[parts]" if isinstance(one, Mapping) else "[number]"),
+]
+"""A reward, or its parts by name; a part that is a number has the weight 1."""
 
 GroupId = NewType("GroupId", int)
 """In order of admission, from 0; never reused."""
@@ -210,7 +236,8 @@ class Trajectory:
 
     `tokens`: prompts and results are context; tokens sampled in another branch are,
     too. A harness that edits its history makes several branches; each sampled token has
-    loss in one branch. `credits` replace `reward` in the advantage. `unscored`: the
+    loss in one branch. `credits` replace `reward` in the advantage. `parts`: what the
+    reward is the weighted sum of; {} if it is one number. `unscored`: the
     text that the reward of the whole group has yet to score (docs/decisions/0033); on
     the first branch only, and `reward` is 0 until then. `awaits`: likewise, the digest of
     the key with which the reward will be posted (rollouts/late_rewards.py), and
@@ -230,10 +257,17 @@ class Trajectory:
     awaits: str | None = None
     calls: tuple[PolicyCall, ...] = ()
     untrained: tuple[tuple[str, str], ...] = ()
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
 
     @property
     def is_scored(self) -> bool:
         return self.unscored is None and self.awaits is None
+
+    @property
+    def part_values(self) -> dict[str, float]:
+        """Return the parts of the reward that apply, without their weights."""
+        parts = self.parts.items()
+        return {name: part.value for name, part in parts if part.value is not None}
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -266,7 +300,8 @@ MAIN_AGENT = "main"
 class Outcome:
     """Outcome of a rollout, from its harness.
 
-    `reward` None: the task's reward function scores the last completion. `turn_rewards`
+    `reward` None: the task's reward function scores the last completion. A mapping
+    gives parts, which are summed by their weights. `turn_rewards`
     maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards:
     each completion is a separate sample of the advantage. `roles` maps agents to names
     that are the same in all rollouts of a group: samples are then compared by role
@@ -282,7 +317,7 @@ class Outcome:
     # of its whole group.
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
 
-    reward: Number | None = None
+    reward: GivenReward | None = None
     metrics: Annotated[Mapping[str, Number], Field(max_length=MAX_METRICS)] = field(
         default_factory=dict
     )

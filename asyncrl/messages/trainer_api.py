@@ -20,7 +20,7 @@ from asyncrl.messages.engine_api import (
     WeightKind,
     WeightsBody,
 )
-from asyncrl.messages.records import CallSpan, Credit
+from asyncrl.messages.records import CallSpan, Credit, RewardPart
 from asyncrl.messages.tokens import Tokens, in_batch
 
 
@@ -129,7 +129,7 @@ class StateRequest(Message):
 class TrajectoryHeader(Message):
     """A trajectory of a batch, in tokens [start, end).
 
-    `credits` of the branches replace the rollout's `reward`.
+    `credits` of the branches replace the rollout's `reward` and its `parts`.
     """
 
     group_index: int
@@ -141,6 +141,7 @@ class TrajectoryHeader(Message):
     reward: float
     branch: int = 0
     credits: list[Credit] = []
+    parts: dict[str, RewardPart] = {}
 
 
 class BatchHeader(Message):

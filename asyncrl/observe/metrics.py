@@ -186,9 +186,10 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     reported = defaultdict[str, list[float]](list)
     for rollout in rollouts:
         for name, value in rollout[0].metrics.items():
-            reported[name].append(value)
-    for name, values in reported.items():
-        metrics[f"task/{name}"] = fmean(values)
+            reported[f"task/{name}"].append(value)
+        for name, value in rollout[0].part_values.items():
+            reported[f"reward/part/{name}"].append(value)
+    metrics |= {name: fmean(values) for name, values in reported.items()}
     return metrics
 
 

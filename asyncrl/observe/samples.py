@@ -78,7 +78,7 @@ last branch.
 class ShownRollout(TypedDict):
     """A rollout as text.
 
-    `step`: the step that trained on it, or the next step for a failed one; `metrics`:
+    `step`: the step that trained on it, or the next step for a failed one; `rewards`:
     parts of the reward; `versions`: oldest and newest policy_version; `staleness`: of
     its oldest token in the loss; `logprob_gap`: mean |engine - trainer| in nats over
     fresh tokens; `advantage`: the trainer's, mean over tokens in the loss; `group`: it
@@ -94,6 +94,7 @@ class ShownRollout(TypedDict):
     messages: list[dict[str, str]]
     answer: str | None
     reward: float | None
+    rewards: NotRequired[dict[str, float]]
     metrics: dict[str, float]
     num_sampled: int
     versions: list[int]
@@ -164,6 +165,7 @@ def shown(
         ],
         "answer": None if prompt.answer is None else _cut(str(prompt.answer)),
         "reward": float(rollout[0].reward) if min_version is not None else None,
+        "rewards": rollout[0].part_values if rollout else {},
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()}
         if rollout
         else {},
@@ -413,6 +415,10 @@ def headline(sample: ShownRollout) -> str:
     advantage = sample.get("advantage")
     words = [
         f"{what} of step {sample['step']}: {reward}",
+        *(
+            f"{name} {plain(value)}"
+            for name, value in sample.get("rewards", {}).items()
+        ),
         advantage is not None and f"advantage {advantage:+.3g}",
         *(f"{name} {plain(value)}" for name, value in sample["metrics"].items()),
         sample["versions"]

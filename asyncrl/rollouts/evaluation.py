@@ -82,6 +82,8 @@ class EvalResult:
                 )
                 for name, value in rollout[0].metrics.items():
                     found[f"task/{name}"].append(value)
+                for name, value in rollout[0].part_values.items():
+                    found[f"part/{name}"].append(value)
             # Samples of a prompt are not independent, so the standard error counts
             # prompts: more samples of the same prompts do not make it small.
             means = [fmean(of_prompt) for of_prompt in rewards.values()]

@@ -294,7 +294,13 @@ def _unknown() -> Refused:
 
 def _rewards_of(outcome: Outcome) -> dict[str, Any]:
     """Return what a repeated post must have again, as JSON."""
-    rewards: dict[str, Any] = {"reward": outcome.reward}
+    reward: Any = outcome.reward
+    if isinstance(reward, Mapping):
+        reward = {
+            name: list(part) if isinstance(part, tuple) else part
+            for name, part in reward.items()
+        }
+    rewards: dict[str, Any] = {"reward": reward}
     if outcome.turn_rewards:
         rewards["turn_rewards"] = dict(outcome.turn_rewards)
     return rewards

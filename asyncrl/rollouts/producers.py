@@ -75,7 +75,17 @@ class RunningGroup:
     def is_usable(self) -> bool:
         # One rollout has no sibling to compare its reward with. Groups of one are the
         # user's choice.
-        return len(self.rollouts) >= min(2, self.size)
+        return len(self.rollouts) >= min(2, self.size) and not self.odd_parts
+
+    @property
+    def odd_parts(self) -> str:
+        """Say which parts of a reward are not in all rollouts, or return "". A rollout
+        that a limit cut has none, and earns 0.
+        """
+        firsts = [rollout[0] for rollout in self.rollouts.values()]
+        names = [{*one.parts} for one in firsts if one.parts or one.reward]
+        odd = set().union(*names).difference(*(names and [set.intersection(*names)]))
+        return ", ".join(sorted(odd))
 
     @property
     def is_unscored(self) -> bool:
@@ -93,10 +103,16 @@ class RunningGroup:
         return Group(self.ticket.group_id, self.prompt, branches)
 
     def why_failed(self) -> str:
+        name = f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id})"
+        if odd := self.odd_parts:
+            return (
+                f"{name} has rollouts without the parts of the reward {odd}, which others have; None is for "
+                "one that does not apply\n  Way out: name the same parts for all rollouts."
+            )
         index, (num_attempts, why) = list(self.failures.items())[-1]
         return (
-            f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self.rollouts)} usable "
-            f"rollouts of {self.size}; r{index} {how_failed(num_attempts)}: {why}"
+            f"{name} has {len(self.rollouts)} usable rollouts of {self.size}; "
+            f"r{index} {how_failed(num_attempts)}: {why}"
         )
 
     def cancel(self) -> None:
@@ -337,7 +353,8 @@ class Producers:
             digest = outcome[0].awaits
             early = None if digest is None else self.late.early_nowait(digest)
             if early is not None:
-                outcome = with_outcome(outcome, early)
+                weights = self.scorers.of(group.prompt).weights
+                outcome = with_outcome(outcome, early, weights)
                 self.runner.failures.note_end_nowait(None, group.prompt.prompt_id)
             self._counts["finished"] += outcome[0].is_scored
             group.rollouts[index] = outcome
@@ -376,7 +393,8 @@ class Producers:
 
     def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
         name = f"g{group.ticket.group_id}/r{index}"
-        check = functools.partial(with_outcome, group.rollouts[index])
+        weights = self.scorers.of(group.prompt).weights
+        check = functools.partial(with_outcome, group.rollouts[index], weights=weights)
         self.late.await_nowait(name, digest, check)
         waiting = self._await_reward(group, index, digest)
         task = self.spawn(waiting, name=f"reward {name}")
@@ -394,7 +412,8 @@ class Producers:
                 return
             self._rewarded(group, {}, {index: failure})
         else:
-            rollout = with_outcome(group.rollouts[index], outcome)
+            weights = self.scorers.of(group.prompt).weights
+            rollout = with_outcome(group.rollouts[index], outcome, weights)
             self._rewarded(group, {index: rollout}, {})
             await self.late.settle(digest)
         # The reward of a sibling may have completed the group while this one was

@@ -52,7 +52,14 @@ from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.rewards import UnreadableAnswer
+from asyncrl.tasks.rewards import (
+    Reward,
+    UnreadableAnswer,
+    UserCodeFailed,
+    as_reward,
+    total,
+    weighted,
+)
 from asyncrl.tasks.scorer import Scorers, TaskScorer
 
 log = logging.getLogger(__name__)
@@ -673,22 +680,25 @@ class HarnessGenerator:
             first = replace(bare[0], awaits=digest, untrained=session.untrained)
             unpaid = (first, *bare[1:])
             # Rewards that do not fit fail the attempt, also of an earlier post.
-            self.late.note_end_nowait(digest, functools.partial(with_outcome, unpaid))
+            paid = functools.partial(with_outcome, unpaid, weights=scorer.weights)
+            self.late.note_end_nowait(digest, paid)
             if not is_cut:
                 return unpaid
             # Its harness has failed at a limit, so nobody may know that it has ended.
             early = self.late.early_nowait(digest)
             if early is not None:
-                return with_outcome(unpaid, early)
+                return paid(early)
             self.late.withdraw_nowait(name, "a limit cut it, and its reward is 0")
             return bare
 
         async def score() -> Rollout:
             if digest is not None:
                 return posted_later(digest)
-            reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
+            if is_cut and not scorer.has_score:
+                return rollout(0.0)
+            reward = own_reward(outcome, scorer.weights)
             if reward is not None:
-                return rollout(reward)
+                return earning(rollout, reward)
             completion = session.last_completion()
             return await score_completion(scorer, attempt, completion, rollout)
 
@@ -751,10 +761,17 @@ async def score_completion(
             return _noted(rollout(0.0), UNREADABLE, 1.0)
         if isinstance(reward, list):
             return with_credits(rollout(fmean(reward)), completion, reward)
-        scored = rollout(reward)
+        scored = earning(rollout, reward)
         return _noted(scored, UNREADABLE, 0.0) if scorer.is_library else scored
     first, *others = rollout(0.0)
     return (replace(first, unscored=scorer.text_of(completion)), *others)
+
+
+def earning(rollout: Callable[[float], Rollout], reward: Reward) -> Rollout:
+    """Return `rollout` of the reward, with its parts."""
+    if isinstance(reward, float):
+        return rollout(reward)
+    return tuple(replace(branch, parts=reward) for branch in rollout(total(reward)))
 
 
 UNREADABLE = "unreadable"
@@ -834,15 +851,20 @@ async def score_group(
     return scored, failed
 
 
-def with_outcome(rollout: Rollout, outcome: Outcome) -> Rollout:
-    """Give a rollout the reward that was posted later. Raises RolloutFailure if its
-    turn_rewards do not fit.
+def with_outcome(
+    rollout: Rollout, outcome: Outcome, weights: Mapping[str, float] = {}
+) -> Rollout:
+    """Give a rollout the reward that was posted later. `weights`: of its parts. Raises
+    RolloutFailure if its turn_rewards, or names of parts, do not fit.
     """
-    reward = own_reward(outcome)
+    reward = own_reward(outcome, weights)
     assert reward is not None, "a posted outcome has a reward"
     if outcome.turn_rewards:
         credited = with_turn_rewards(rollout, outcome)
-        paid = tuple(replace(branch, reward=reward) for branch in credited)
+        paid = earning(
+            lambda number: tuple(replace(one, reward=number) for one in credited),
+            reward,
+        )
     else:
         paid = _paid(rollout, reward)
     return tuple(
@@ -856,8 +878,12 @@ def with_outcome(rollout: Rollout, outcome: Outcome) -> Rollout:
     )
 
 
-def _paid(rollout: Rollout, reward: float) -> Rollout:
+def _paid(rollout: Rollout, reward: Reward) -> Rollout:
     """Return a scored rollout. Of its turns, if it has credits, the last one earns."""
+    return earning(functools.partial(_with_reward, rollout), reward)
+
+
+def _with_reward(rollout: Rollout, reward: float) -> Rollout:
     credits = [credit for branch in rollout for credit in branch.credits]
     last = max((credit.unit for credit in credits), default=0)
     paid = list[Trajectory]()
@@ -872,14 +898,23 @@ def _paid(rollout: Rollout, reward: float) -> Rollout:
     return tuple(paid)
 
 
-def own_reward(outcome: Outcome) -> float | None:
+def own_reward(outcome: Outcome, weights: Mapping[str, float] = {}) -> Reward | None:
     """Return the harness's reward, else the mean of its rewards by turn; None: the task
-    scores.
+    scores. `weights`: of the reward's parts. Raises RewardFailure if they name others.
     """
-    parts = list(outcome.turn_rewards.values())
-    return (
-        sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
-    )
+    turns = list(outcome.turn_rewards.values())
+    reward: Reward | None = sum(turns) / len(turns) if turns else None
+    try:
+        if outcome.reward is not None:
+            reward = weighted(as_reward(outcome.reward), weights)
+    except UserCodeFailed as failure:
+        raise RewardFailure(
+            f"its harness or a post {failure}",
+            rule="a reward is one number, or has each part that task.reward_weights names",
+            way_out="correct its names, or task.reward_weights.",
+            kind=failure.kind,
+        ) from failure
+    return reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,27 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any, cast
 
-from asyncrl.base.errors import RewardFailure
+from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import check_call, load_object, raised
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
+from asyncrl.config.task_config import part_name
+from asyncrl.messages.records import (
+    LARGEST_NUMBER,
+    MAX_METRICS,
+    Completion,
+    Prompt,
+    RewardPart,
+)
 from asyncrl.messages.tokens import NO_COMPLETION
 
 # Three digits of exponent at most, as the number is written out in full.
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
-Reward = float
-"""Return value of a reward function, or a list of one reward per sampled token."""
+Reward = float | Mapping[str, RewardPart]
+"""Return value of a reward function, its parts by name, or a list of one number per
+sampled token.
+"""
 MAX_SPANS = 1024
 """Spans of equal rewards in a completion: each is a sample of the advantage, and
 travels as its own object.
@@ -47,6 +56,8 @@ def reward_function(config: TaskConfig) -> RewardFunction:
     function: RewardFunction = math_reward
     if config.scored_by is not None:
         return _only_in_a_run
+    if isinstance(config.reward, list):
+        return _several(config, config.reward)
     if isinstance(config.reward, str) and config.reward != "math":
         function = load_object(config.reward, "task.reward")
         said = f"task.reward={config.reward}"
@@ -72,6 +83,45 @@ def reward_function(config: TaskConfig) -> RewardFunction:
         return function(prompt, completion, prompt.answer, sampled=sampled)
 
     return score_sampled if optional(function, NO_COMPLETION, 3) else score
+
+
+def _several(config: TaskConfig, names: Sequence[str]) -> RewardFunction:
+    """Return a function whose parts are the rewards of the named ones."""
+    functions = {
+        part_name(name): reward_function(config.model_copy(update={"reward": name}))
+        for name in names
+    }
+    if any(map(takes_group, functions.values())):
+        raise ConfigError(
+            f"task.reward={list(names)} has a function that takes the completions of a group",
+            rule="functions of a list take one completion",
+            way_out="name it alone, and let it return a list of mappings, each with all parts.",
+        )
+
+    def score(prompt: Prompt, completion: str, sampled: Completion) -> object:
+        results = dict[str, object]()
+        for name, function in functions.items():
+            asked = optional(function, sampled)
+            try:
+                results[name] = function(_copy_of(prompt), completion, **asked)
+            except UnreadableAnswer:
+                results[name] = 0.0
+        is_async = any(isinstance(one, Awaitable) for one in results.values())
+        return _joined(results) if is_async else results
+
+    return score
+
+
+async def _joined(results: Mapping[str, object]) -> Mapping[str, object]:
+    try:
+        return {
+            name: await one if isinstance(one, Awaitable) else one
+            for name, one in results.items()
+        }
+    finally:
+        for one in results.values():  # those behind one that has raised
+            if inspect.iscoroutine(one):
+                one.close()
 
 
 def _only_in_a_run(prompt: Prompt, completion: str) -> Reward:
@@ -216,7 +266,7 @@ def _result(value: Any, given: str | Completions) -> Any:
     if not isinstance(value, list | tuple):
         return as_reward(value)
     try:
-        return [as_reward(entry) for entry in value]
+        return [as_number(entry) for entry in value]
     except UserCodeFailed as failure:
         # A list has one reward for each token, and its entry is named.
         if isinstance(value, list):
@@ -224,7 +274,7 @@ def _result(value: Any, given: str | Completions) -> Any:
         raise _wrong_type(value, "a number") from failure
 
 
-def check_spans(rewards: Sequence[Reward], num_tokens: int) -> None:
+def check_spans(rewards: Sequence[float], num_tokens: int) -> None:
     """Check the rewards of a completion's tokens. Raises UserCodeFailed."""
     if len(rewards) != num_tokens:
         raise _corrupt(f"{len(rewards)} rewards for {num_tokens} sampled tokens")
@@ -258,6 +308,55 @@ def as_rewards(
 
 
 def as_reward(value: object) -> Reward:
+    """Convert a number, or a mapping of parts: numbers, or None for one that does not
+    apply. Raises UserCodeFailed.
+    """
+    if not isinstance(value, Mapping):
+        return as_number(value)
+    if len(value) > MAX_METRICS or not all(isinstance(n, str) and n for n in value):
+        raise _corrupt(
+            f"{dict(value)!r:.80}; the names of parts are texts, and {MAX_METRICS} at most"
+        )
+    parts = dict[str, RewardPart]()
+    for name, given in value.items():
+        part = given if isinstance(given, RewardPart) else RewardPart(given)
+        try:
+            number = None if part.value is None else as_number(part.value)
+        except UserCodeFailed as failure:
+            why = str(failure).removeprefix("returned ")
+            raise _corrupt(f"for its part {name} {why}") from failure
+        parts[name] = RewardPart(number, part.weight)
+    if all(part.value is None for part in parts.values()):
+        raise _corrupt(f"{dict(value)!r:.80}, of which no part is a number")
+    return parts
+
+
+def weighted(reward: Reward, weights: Mapping[str, float]) -> Reward:
+    """Return a reward whose parts have these weights, and others their own. Raises
+    UserCodeFailed for a weight of an unknown part.
+    """
+    given = {} if isinstance(reward, float) else reward
+    parts = {
+        name: part._replace(weight=weights.get(name, part.weight))
+        for name, part in given.items()
+    }
+    if unknown := sorted(weights.keys() - parts.keys()):
+        said = f"the parts {', '.join(parts)}" if parts else "one number"
+        raise _corrupt(f"{said}; task.reward_weights names {', '.join(unknown)}")
+    as_number(total(parts))  # may be too large
+    return parts or reward
+
+
+def total(reward: Reward) -> float:
+    """Return the weighted sum of the parts that apply, in any order the same bits."""
+    if isinstance(reward, float):
+        return reward
+    return math.fsum(
+        part.value * part.weight for part in reward.values() if part.value is not None
+    )
+
+
+def as_number(value: object) -> float:
     """Convert a number, or an array or tensor with one element. Raises UserCodeFailed."""
     number = value
     if hasattr(value, "item"):

@@ -39,6 +39,7 @@ from asyncrl.tasks.rewards import (
     optional,
     score_of,
     user_code,
+    weighted,
 )
 from asyncrl.tasks.sources import build_score
 from asyncrl.tasks.task import PromptTask
@@ -161,6 +162,8 @@ class TaskScorer:
     ) -> None:
         self.has_score = config.has_score
         self.is_library = _is_library(config)
+        self.weights: Mapping[str, float] = config.reward_weights
+        """Of the reward's parts."""
         self.shows_special = config.special_tokens == "visible"
         self._text_of = partial(
             answer_text, tokenizer, shows_special=self.shows_special
@@ -189,7 +192,7 @@ class TaskScorer:
             "write `except Exception:`, not `except:` or `except BaseException:`.",
         )
         self._processes: ProcessPool | None = None
-        is_math = config.reward_pool == "auto" and config.reward == "math"
+        is_math = config.reward_pool == "auto" and config.uses_math
         if config.has_score and (is_math or config.reward_pool == "process"):
             self._processes = ProcessPool(config, seed)
 
@@ -219,7 +222,7 @@ class TaskScorer:
         """Return the text that the reward sees."""
         return self._text_of(sampled.token_ids)
 
-    async def score(self, prompt: Prompt, sampled: Completion) -> Reward | list[Reward]:
+    async def score(self, prompt: Prompt, sampled: Completion) -> Reward | list[float]:
         """Return the reward of a completion, or of each sampled token. Raises
         RewardFailure or UnreadableAnswer (data), or TaskError (ends the run).
         """
@@ -228,10 +231,11 @@ class TaskScorer:
         text = self.text_of(sampled)
         asked = {"sampled": sampled} if self._wants_sampled else {}
         try:
-            reward: Reward | list[Reward] = await self._call(prompt, text, asked)
+            reward: Reward | list[float] = await self._call(prompt, text, asked)
             if isinstance(reward, list):
                 check_spans(reward, len(sampled.token_ids))
-            return reward
+                return reward
+            return weighted(reward, self.weights)
         except UnreadableAnswer:
             raise
         except UserCodeFailed as failure:
@@ -247,12 +251,16 @@ class TaskScorer:
             results = await self._call(prompt, completions, {})
         except UserCodeFailed as failure:
             raise self._failure(prompt, completions, failure) from failure
-        return [
-            self._failure(prompt, completion or "", result)
-            if isinstance(result, UserCodeFailed)
-            else result
-            for result, completion in zip(results, completions, strict=True)
-        ]
+        rewards = list[Reward | RewardFailure]()
+        for result, completion in zip(results, completions, strict=True):
+            try:
+                if isinstance(result, UserCodeFailed):
+                    raise result
+                has_reward = completion is not None
+                rewards.append(weighted(result, self.weights) if has_reward else 0.0)
+            except UserCodeFailed as failure:
+                rewards.append(self._failure(prompt, completion or "", failure))
+        return rewards
 
     def _failure(
         self, prompt: Prompt, given: str | Completions, failure: UserCodeFailed
@@ -260,7 +268,7 @@ class TaskScorer:
         if isinstance(given, str):
             return RewardFailure(
                 f"the reward of prompt {prompt.prompt_id} {failure}",
-                rule="a reward is one finite number, or one for each sampled token",
+                rule="a reward is one finite number, a mapping of some, or one for each sampled token",
                 way_out=f"correct {self._calls.name}; the completion began {given[:80]!r}.",
                 kind=failure.kind,
             )

@@ -77,7 +77,7 @@ def build_task(
 
 def build_score(config: TaskConfig, seed: int) -> RewardFunction:
     """Build only the score function."""
-    if config.reward == "math":
+    if config.uses_math:
         # The import of math-verify takes seconds, which are not an answer's time.
         math_reward(Prompt("0/0", ()), "1", "1")
     # Each reward process builds this, and must not read all rows into its memory.

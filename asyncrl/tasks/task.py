@@ -182,7 +182,7 @@ class RowTask:
                         rule="a prompt ends where the model's answer begins",
                         way_out="remove that message; `asyncrl sft` trains on answers.",
                     )
-                if self.config.reward == "math":
+                if self.config.uses_math:
                     reference_text(row.get(self.config.answer_column or ""))
                 encoded = json.dumps(row, default=plain).encode()
                 if self._has(messages):

@@ -365,6 +365,7 @@ def pack_groups(batch: Batch) -> tuple[api.BatchHeader, Tokens]:
                     reward=trajectory.reward,
                     branch=trajectory.branch,
                     credits=list(trajectory.credits),
+                    parts=dict(trajectory.parts),
                 )
             )
     header = api.BatchHeader(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents import Outcome, Session, Task
+from asyncrl.agents import Outcome, RewardPart, Session, Task
 from asyncrl.agents.sandbox import PORT
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.failures import FailureKind, kind_of_text
@@ -176,17 +176,29 @@ async def play(settings: dict[str, Any]) -> Outcome:
     # Not a reward of 0: Harbor scores a trial also after some of its errors.
     errors = [*result.recorded_exceptions()]
     is_late = all(error.exception_type == "AgentTimeoutError" for error in errors)
-    timed_out = bool(errors) and is_late and "reward" in rewards
+    timed_out = bool(errors) and is_late and bool(rewards)
     for error in () if timed_out else errors:
         said = f"{error.exception_type}: {error.exception_message}"
         kind = KINDS.get(error.exception_type)
         raise RolloutFailure(
             said, kind=kind or kind_of_text(said, FailureKind.AGENT_CRASH)
         )
-    if "reward" not in rewards:
+    if not rewards:
         raise RolloutFailure(
-            f"the verifier gave no `reward`, but {sorted(rewards)}",
-            kind=FailureKind.CORRUPT_RESULT,
+            "the verifier gave no result", kind=FailureKind.CORRUPT_RESULT
         )
     # generator.on_timeout says whether a reward counts after the agent's time limit.
-    return Outcome(rewards.pop("reward"), rewards, timed_out=timed_out)
+    return Outcome(parts_of(rewards), timed_out=timed_out)
+
+
+def parts_of(results: Mapping[str, float]) -> float | dict[str, RewardPart]:
+    """Return `reward` if it is the only result. Beside it, the others are parts of weight
+    0; without it, all have weight 1. task.reward_weights may give them others.
+    """
+    if [*results] == ["reward"]:
+        return results["reward"]
+    others = 0.0 if "reward" in results else 1.0
+    return {
+        name: RewardPart(value, 1.0 if name == "reward" else others)
+        for name, value in results.items()
+    }

@@ -67,6 +67,7 @@ def make_buffer(
     num_batches: int = 10,
     log: HandedBackLog | None = None,
     part_tokens: int = 0,
+    compares_parts: bool = False,
     **config: Any,
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness by default."""
@@ -76,6 +77,7 @@ def make_buffer(
         num_groups=num_groups,
         num_batches=num_batches,
         part_tokens=part_tokens,
+        compares_parts=compares_parts,
     )
     buffer.requeue_to(HandedBackLog() if log is None else log)
     return buffer

@@ -5,6 +5,7 @@ virtual clock. No process is started.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -142,6 +143,7 @@ class FakeScorer:
 
     has_score = shows_special = True
     scores_groups = has_own_limits = is_library = False
+    weights: Mapping[str, float] = {}
 
     def of(self, prompt: Prompt) -> FakeScorer:
         return self
@@ -277,7 +279,7 @@ class MemoryJournal:
 
     async def read_note(self, key: str) -> Any:
         notes = {event[1]: event[2] for event in self.named("note")}
-        return notes.get(key)
+        return json.loads(json.dumps(notes.get(key)))  # as the journal does
 
     async def wait_failed(self) -> None:
         """Writing never fails."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,29 @@ class HeldGroups(Letters):
         rewards = [self.score(prompt, text or "") for text in completions]
         mean = sum(rewards) / len(rewards)
         return [reward - mean for reward in rewards]
+
+
+class PartLetters(HeldLetters):
+    """Held letters whose reward is one part."""
+
+    def score(self, prompt: Prompt, completion: str) -> Any:
+        return {"letters": super().score(prompt, completion)}
+
+
+class HeldParts(HeldLetters):
+    """Held letters whose groups are scored by two parts, and a third that applies to
+    some answers only.
+    """
+
+    def score_group(self, prompt: Prompt, completions: list[str | None]) -> list[Any]:
+        return [
+            {
+                "letters": self.score(prompt, text or ""),
+                "digits": sum(map(str.isdigit, text or "")) / 24,
+                "first": 0.1 if text and text[0] != " " else None,
+            }
+            for text in completions
+        ]
 
 
 def held_rloo(reward_B: Tensor, group_B: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from asyncrl.messages.records import (
     GroupId,
     PolicyCall,
     Prompt,
+    RewardPart,
     Rollout,
     Ticket,
     Trajectory,
@@ -65,6 +66,7 @@ def make_trajectory(
         tokens,
         reward=float(draw.random()),
         metrics={"turns": 1.0},
+        parts={"exact": RewardPart(1.0), "form": RewardPart(None, 0.1 + sample_index)},
         calls=(
             PolicyCall(
                 2,

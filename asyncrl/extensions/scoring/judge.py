@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from asyncrl.base.errors import (
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.extensions.scoring.judge_config import PLACES, JudgeConfig
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Prompt, RewardPart
 from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
 from asyncrl.tasks.scorer import AskedScorer
 
@@ -144,7 +145,7 @@ class Judge(AskedScorer):
 
     async def __call__(
         self, prompt: Prompt, given: str | Completions
-    ) -> Reward | list[Reward | UserCodeFailed]:
+    ) -> Reward | list[float | UserCodeFailed]:
         """Return the reward of a completion, or of each in a group. Raises
         UserCodeFailed, RequestRefused, or TaskError for a spent budget.
         """
@@ -154,10 +155,10 @@ class Judge(AskedScorer):
 
     async def _score(
         self, prompt: Prompt, given: str | Completions
-    ) -> Reward | list[Reward | UserCodeFailed]:
+    ) -> Reward | list[float | UserCodeFailed]:
         if isinstance(given, str):
             return await self._ask(
-                self._request(prompt, completion=given), self._grade_of
+                self._request(prompt, completion=given), self._reward_of
             )
         texts = {index: text for index, text in enumerate(given) if text is not None}
         rewards = await self._compare(prompt, texts)
@@ -181,7 +182,7 @@ class Judge(AskedScorer):
 
     async def _compare(
         self, prompt: Prompt, texts: dict[int, str]
-    ) -> dict[int, Reward | UserCodeFailed]:
+    ) -> dict[int, float | UserCodeFailed]:
         """Reward the share of comparisons that a completion wins; a tie is half a win.
         A pair without a verdict fails both.
         """
@@ -193,7 +194,7 @@ class Judge(AskedScorer):
         results = await asyncio.gather(
             *(self._first_wins(prompt, texts[i], texts[j]) for i, j in sides)
         )
-        rewards: dict[int, Reward | UserCodeFailed] = dict.fromkeys(texts, 0.0)
+        rewards: dict[int, float | UserCodeFailed] = dict.fromkeys(texts, 0.0)
         for (first, second), share in zip(sides, results, strict=True):
             for index, won in ((first, 0.0), (second, 1.0)):
                 before = rewards[index]
@@ -213,7 +214,9 @@ class Judge(AskedScorer):
         try:
             # A surprise costs this pair, not the others.
             with user_code(asyncio.CancelledError, ComponentError):
-                return await self._ask(request, lambda text: VERDICTS[text.lower()])
+                return await self._ask(
+                    request, lambda found: VERDICTS[found[1].lower()]
+                )
         except UserCodeFailed as failure:
             return failure
 
@@ -221,6 +224,12 @@ class Judge(AskedScorer):
         places = {"prompt": question_of(prompt), "answer": str(prompt.answer)} | texts
         # In one pass: a completion that contains {answer} must not get the answer.
         return PLACES.sub(lambda place: places[place[1]], self.config.prompt)
+
+    def _reward_of(self, found: re.Match[str]) -> Reward:
+        if not self._pattern.groupindex:
+            return self._grade_of(found[1])
+        grades = found.groupdict(default="")
+        return {name: RewardPart(self._grade_of(text)) for name, text in grades.items()}
 
     def _grade_of(self, text: str) -> float:
         grade = float(text)
@@ -230,8 +239,8 @@ class Judge(AskedScorer):
 
     # ---- requests
 
-    async def _ask(self, request: str, read: Callable[[str], T]) -> T:
-        """Return what `read` makes of group 1 of the answer, from the cache if the same
+    async def _ask(self, request: str, read: Callable[[re.Match[str]], T]) -> T:
+        """Return what `read` makes of the answer's match, from the cache if the same
         was asked before. Raises UserCodeFailed after all tries.
         """
         # surrogatepass: a completion may have any character
@@ -256,7 +265,7 @@ class Judge(AskedScorer):
                 raise
         return found
 
-    async def _tries(self, request: str, read: Callable[[str], T]) -> T:
+    async def _tries(self, request: str, read: Callable[[re.Match[str]], T]) -> T:
         busy, refused = _client_errors() if self._served is None else ((), ())
         temperature = self.config.temperature
         why = ""
@@ -273,7 +282,7 @@ class Judge(AskedScorer):
                 found = self._pattern.search(answer)
                 if found is None or found[1] is None:
                     raise ValueError(f"{self._pattern.pattern} does not match")
-                return read(found[1])
+                return read(found)
             except busy as error:
                 text = self._text_of(error)
                 why = f"did not answer: {text}"

@@ -56,8 +56,9 @@ class JudgeConfig(FrozenConfig):
     {first} and {second}.
     """
     parse: str | None = None
-    """Regular expression whose group 1 is the grade, or A, B or tie (none = the end of
-    the answer; docs/rewards.md).
+    """Regular expression whose group 1 is the grade, or A, B or tie; or whose named
+    groups are grades, each a part of the reward (none = the end of the answer;
+    docs/rewards.md).
     """
     best: Annotated[PositiveFloat, OnlyWith("mode", ("score",))] = 1.0
     """Highest grade of `score`: the reward is grade / best, from 0 to 1."""

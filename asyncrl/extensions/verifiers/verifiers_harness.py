@@ -34,7 +34,7 @@ from asyncrl.base.failures import FailureKind, kind_of_text
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
 from asyncrl.extensions.verifiers.settings import ENVIRONMENT, INFO_KEY
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, RewardPart
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """A session's key is in its address; the library wants one in the environment."""
@@ -156,8 +156,12 @@ class VerifiersHarness:
         timed_out = any(trace.stop_condition == AGENT_TIMEOUT for trace in traces)
         (first, *others) = traces
         if not others and first.agent.trainable:
-            reward = float(first.reward) if first.rewards else None
-            return Outcome(reward, _metrics_of(first), timed_out=timed_out)
+            parts = {
+                name: RewardPart(float(one.score), float(one.weight))
+                for name, one in first.rewards.items()
+            }
+            metrics = _metrics_of(first, {})
+            return Outcome(parts or None, metrics, timed_out=timed_out)
         if unpaid := [trace.agent.name for trace in trained if not trace.rewards]:
             raise RewardFailure(
                 f"{said} gave no reward to agent {', '.join(unpaid)}",
@@ -168,7 +172,7 @@ class VerifiersHarness:
         frozen = [trace.id for trace in traces if not trace.agent.trainable]
         values = defaultdict[str, list[float]](list)
         for trace in traces:
-            for name, value in _metrics_of(trace).items():
+            for name, value in _metrics_of(trace, trace.rewards).items():
                 values[f"{trace.agent.name}/{name}"].append(value)
         metrics = {name: fmean(each) for name, each in values.items()}
         roles = {trace.id: trace.agent.name for trace in traces}
@@ -208,10 +212,10 @@ def _refuse_late(trace: Any, said: str, *, is_policy: bool) -> None:
         )
 
 
-def _metrics_of(trace: Any) -> dict[str, float]:
+def _metrics_of(trace: Any, rewards: Mapping[str, Any]) -> dict[str, float]:
     metrics = {
         f"reward/{name}": float(reward.score)
-        for name, reward in trace.rewards.items()
+        for name, reward in rewards.items()
         if reward is not None
     }
     values = {name: value for name, value in trace.metrics.items() if value is not None}

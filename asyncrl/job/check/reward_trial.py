@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 
@@ -21,6 +21,7 @@ from asyncrl.job.check.found import Found
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.tasks.rewards import (
+    Reward,
     UnreadableAnswer,
     UserCodeFailed,
     call,
@@ -28,10 +29,11 @@ from asyncrl.tasks.rewards import (
     check_spans,
     optional,
     score_of,
+    weighted,
 )
 from asyncrl.tasks.task import PromptTask
 
-TriedReward = float | list[float] | UserCodeFailed
+TriedReward = Reward | list[float] | UserCodeFailed
 """What a trial of a reward gave."""
 MAX_SHOWN = 2000
 TRIAL_S = 10.0
@@ -54,8 +56,8 @@ def try_prompt(
         return
     task = found.tasks[name]
     texts = [*_reference(settings, prompt), ""]
-    rewards = try_reward(task, prompt, texts)
-    source = f"{key}: the reward {settings.reward or settings.called}"
+    rewards = try_reward(task, prompt, texts, settings.reward_weights)
+    source = f"{key}: the reward {settings.reward_text or settings.called}"
     shown = {
         text[:60]: _shown(reward) for text, reward in zip(texts, rewards, strict=False)
     }
@@ -72,8 +74,8 @@ def try_prompt(
         what = f"{source} {faults[0]}"
         raise ConfigError(
             what,
-            rule="a reward is one finite number",
-            way_out="return a number for each completion, such as 1.0.",
+            rule="a reward is one finite number, or a mapping of some by name",
+            way_out="return a number for each completion, such as 1.0, or correct task.reward_weights.",
         )
     elif len(faults) == len(texts):
         yield f"warning: {source} {faults[0]} for each answer that was tried: such rollouts fail"
@@ -88,7 +90,8 @@ def _try_rows(settings: TaskConfig, task: PromptTask, source: str) -> Iterator[s
     started_s = time.monotonic()
     for prompt in tried_prompts(task):
         texts = [*_reference(settings, prompt), ""]
-        for text, reward in zip(texts, try_reward(task, prompt, texts), strict=False):
+        rewards = try_reward(task, prompt, texts, settings.reward_weights)
+        for text, reward in zip(texts, rewards, strict=False):
             if isinstance(reward, UserCodeFailed):
                 row = f"{text!r:.60} in a row with the answer {prompt.answer!r:.60}"
                 yield f"warning: {source} {reward} for {row}: such rollouts fail"
@@ -109,11 +112,16 @@ def _reference(settings: TaskConfig, prompt: Prompt) -> list[str]:
 def _shown(reward: TriedReward) -> object:
     if reward == []:  # of a function that scores tokens, of which the trial has none
         return "one per token"
+    if isinstance(reward, Mapping):
+        return {name: part.value for name, part in reward.items()}
     return str(reward) if isinstance(reward, UserCodeFailed) else reward
 
 
 def try_reward(
-    task: PromptTask, prompt: Prompt, texts: Sequence[str]
+    task: PromptTask,
+    prompt: Prompt,
+    texts: Sequence[str],
+    weights: Mapping[str, float] = {},
 ) -> list[TriedReward]:
     """Return the reward of each text, or its failure; [] after TRIAL_S."""
     function, takes_group = score_of(task)
@@ -129,6 +137,8 @@ def try_reward(
                     result = asyncio.run(call_async(result, given))
                 if isinstance(result, list) and not takes_group:
                     check_spans(result, num_tokens=0)
+                elif not takes_group:
+                    result = weighted(result, weights)
             except UnreadableAnswer:
                 result = 0.0
             except UserCodeFailed as failure:

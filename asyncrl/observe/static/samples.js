@@ -119,7 +119,7 @@ function showSample(sample) {
       h("a", { class: "to-page", href: `#${linkOf("rollout", sample)}` }, "Open as a page"), h("a", { class: "to-run", href: `#${linkOf("sample", sample)}` }, "Back to the run"),
       copyButton(() => linkTo(linkOf(addressName(), sample)), "Copy link")),
     h("dl", { class: "facts" },
-      fact("reward", sample.reward === null ? "none" : plainNumber(sample.reward)),
+      fact("reward", sample.reward === null ? "none" : plainNumber(sample.reward)), ...Object.entries(sample.rewards ?? {}).map(([name, value]) => fact(name, plainNumber(value), "a part of the reward, before its weight")),
       fact("advantage", sample.advantage === undefined ? null : sample.advantage === null ? "not in the loss" : signed(sample.advantage), "as the trainer computed it, mean over its tokens in the loss"), fact("expected", sample.answer),
       fact("sampled", `${plainNumber(sample.num_sampled)} tokens`), fact("versions", [...new Set(sample.versions)].join("..") || null), fact("staleness", sample.staleness === null ? null : `${sample.staleness} ${sample.staleness === 1 ? "version" : "versions"}`, "of its oldest token in the loss"),
       fact("logprob gap", sample.logprob_gap === null ? null : amount(sample.logprob_gap, "nats"), "mean of |engine − trainer| over its fresh tokens"),

@@ -6,7 +6,8 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from asyncrl.algorithms.advantages import (
     checked_advantages,
     gae,
     gigpo,
+    normalize_then_sum,
     overlong_penalty,
     rewards_to_go,
     turn_rloo,
@@ -36,7 +38,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config.algorithm_config import TURN_ADVANTAGES, AlgorithmConfig
-from asyncrl.messages.records import Credit, task_of
+from asyncrl.messages.records import Credit, RewardPart, task_of
 from asyncrl.messages.tokens import DISTILL_IDS, TEACHER, Tokens
 from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.models.devices import to_device
@@ -129,7 +131,7 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
 
 class Unit(NamedTuple):
     """A unit of the advantage: a rollout, `sample` of its group, or the unit `number` of
-    its credits.
+    its credits. `parts`: of the reward; a unit of credits has none.
     """
 
     reward: float
@@ -138,6 +140,7 @@ class Unit(NamedTuple):
     number: int
     state: str
     task: str
+    parts: Mapping[str, RewardPart] = {}
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[Unit], IntN]:
@@ -155,7 +158,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[Unit], IntN]:
             if key not in numbers:
                 numbers[key] = len(units)
                 task = task_of(entry.prompt_id)
-                units.append(Unit(credit.reward, *key, credit.state, task))
+                parts = {} if entry.credits else entry.parts
+                units.append(Unit(credit.reward, *key, credit.state, task, parts))
             start = entry.start + credit.start
             unit_N[start : entry.start + credit.end] = numbers[key]
     return units, unit_N
@@ -175,6 +179,32 @@ def by_role(units: Sequence[Unit]) -> Tensor:
     pairs_B2 = np.stack([group_B, role_B], axis=1)
     _, group_B = np.unique(pairs_B2, axis=0, return_inverse=True)
     return torch.from_numpy(group_B.reshape(-1))
+
+
+def part_table(units: Sequence[Unit], group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and weights of the parts of each unit, float64 [K, B], by name. NaN:
+    the part does not apply.
+
+    A unit with one number has one part without a name. But 0 is all parts of its group,
+    if others have some: it was cut at a limit before it was scored.
+    """
+    groups = group_B.tolist()
+    known = dict[int, Mapping[str, RewardPart]]()
+    for unit, group in zip(units, groups, strict=True):
+        known[group] = known.get(group) or unit.parts
+    rows = list[Mapping[str, RewardPart]]()
+    for unit, group in zip(units, groups, strict=True):
+        zeros = {name: part._replace(value=0.0) for name, part in known[group].items()}
+        is_cut = unit.reward == 0 and zeros
+        number = zeros if is_cut else {"": RewardPart(unit.reward)}
+        rows.append(unit.parts or number)
+    names = sorted({name for row in rows for name in row})
+    absent = RewardPart(None)
+    table = [[row.get(name, absent) for row in rows] for name in names]
+    values = [[math.nan if p.value is None else p.value for p in row] for row in table]
+    weights = [[part.weight for part in row] for row in table]
+    value_KB, weight_KB = torch.tensor([values, weights], dtype=torch.float64)
+    return value_KB, weight_KB
 
 
 def turns_of(units: Sequence[Unit]) -> Turns:
@@ -267,8 +297,14 @@ class Compare:
             if settings.advantage in TURN_ADVANTAGES:
                 return turn_rloo(to_go_B, turns).float()
             reward_B = to_go_B
+        if settings.rewards == "sum":
+            return self._of_group(reward_B, group_B).float()
+        parts = part_table(units, group_B)
+        return normalize_then_sum(*parts, group_B, self._of_group).float()
+
+    def _of_group(self, reward_B: Tensor, group_B: Tensor) -> Tensor:
         given = self._function(reward_B, group_B)
-        return checked_advantages(given, reward_B, settings)
+        return checked_advantages(given, reward_B, self.settings)
 
 
 class Objective:
