@@ -296,7 +296,7 @@ async def test_resumed_groups_get_slots_first() -> None:
         world.journal.add_admission_nowait(TICKET, PROMPT)
         world.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
-        assert (world.admitted, world.producers._slots.num_held) == ([], 2)
+        assert (world.admitted, world.producers.slots.num_held) == ([], 2)
         await asyncio.sleep(1.0)
         await all_blocked()
         assert world.admitted == [0]

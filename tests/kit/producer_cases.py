@@ -178,7 +178,7 @@ class World:
             self.running.cancel()
             await self.producers.aclose()
         await self.tasks.__aexit__(kind, error, trace)
-        assert self.count("inflight") == self.producers._slots.num_held == 0
+        assert self.count("inflight") == self.producers.slots.num_held == 0
 
     def count(self, name: str) -> float:
         return self.producers.gauges()[f"rollout/{name}"]
