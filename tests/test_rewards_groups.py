@@ -177,7 +177,7 @@ async def test_group_is_scored_once_after_its_last_rollout() -> None:
 
 @virtual
 async def test_group_without_its_rewards_does_not_wait_for_teachers() -> None:
-    async def annotate(rollout: Rollout, task: str) -> Rollout:
+    async def annotate(rollout: Rollout, *_: Any) -> Rollout:
         await asyncio.sleep(1)
         return rollout
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
+from asyncrl.base.extensions import all_of
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
@@ -141,8 +142,9 @@ async def build(
             lifecycle, fleet.engines, tokenizer, fleet.supervision, late
         )
     generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
-    for annotate in fleet.annotations:
-        generator = AnnotatedGenerator(generator, annotate)
+    for annotation in fleet.annotations:
+        if not annotation.by_group:
+            generator = AnnotatedGenerator(generator, annotation.annotate)
     producers = Producers(
         sink=buffer,
         source=feed,
@@ -156,6 +158,8 @@ async def build(
         ),
         spawn=lifecycle.spawn,
         scorers=scorer,
+        annotations=[one.annotate for one in fleet.annotations if one.by_group],
+        columns=frozenset(all_of("columns", config)),
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,

@@ -247,9 +247,11 @@ def _add_scores(
     group_id: GroupId,
     rollouts: Sequence[Rollout],
     failures: Mapping[int, str],
+    earns: bool = True,
 ) -> None:
-    """Record the rewards of finished rollouts, and by sample_index why others have
-    none. In one transaction, so that a group is scored whole or not at all.
+    """Replace finished rollouts, which earn their rewards only now if `earns`, and record
+    by sample_index why others have failed. In one transaction, so that a group is scored,
+    or annotated, whole or not at all.
     """
     # Any sample index gives the group's state.
     if _rollout(connection, group_id, 0)[0] != "running":
@@ -269,7 +271,7 @@ def _add_scores(
         )
         connection.execute(
             "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
-            (float(rollout[0].reward), group_id),
+            (float(rollout[0].reward) if earns else 0.0, group_id),
         )
     # Only for failures: it decodes all tokens of the group.
     kept = rollouts_of(connection, group_id) if failures else {}
