@@ -145,6 +145,7 @@ async def build(
     for annotation in fleet.annotations:
         if not annotation.by_group:
             generator = AnnotatedGenerator(generator, annotation.annotate)
+    of_groups = [one.annotate for one in fleet.annotations if one.by_group]
     producers = Producers(
         sink=buffer,
         source=feed,
@@ -158,8 +159,8 @@ async def build(
         ),
         spawn=lifecycle.spawn,
         scorers=scorer,
-        annotations=[one.annotate for one in fleet.annotations if one.by_group],
-        columns=frozenset(all_of("columns", config)),
+        annotations=of_groups,
+        columns=frozenset(all_of("columns", config) if of_groups else ()),
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,

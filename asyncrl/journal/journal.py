@@ -247,11 +247,11 @@ def _add_scores(
     group_id: GroupId,
     rollouts: Sequence[Rollout],
     failures: Mapping[int, str],
-    earns: bool = True,
+    earned: float,
 ) -> None:
-    """Replace finished rollouts, which earn their rewards only now if `earns`, and record
-    by sample_index why others have failed. In one transaction, so that a group is scored,
-    or annotated, whole or not at all.
+    """Replace finished rollouts, and record by sample_index why others have failed.
+    `earned`: by how much the sum of rewards changes. In one transaction, so that a group
+    is scored, or annotated, whole or not at all.
     """
     # Any sample index gives the group's state.
     if _rollout(connection, group_id, 0)[0] != "running":
@@ -269,10 +269,10 @@ def _add_scores(
                 for branch in rollout
             ],
         )
-        connection.execute(
-            "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
-            (float(rollout[0].reward) if earns else 0.0, group_id),
-        )
+    connection.execute(
+        "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
+        (float(earned), group_id),
+    )
     # Only for failures: it decodes all tokens of the group.
     kept = rollouts_of(connection, group_id) if failures else {}
     for sample_index, why in failures.items():

@@ -85,11 +85,10 @@ class RunningGroup:
         return any(not rollout[0].is_scored for rollout in self.rollouts.values())
 
     def lacks(self, columns: frozenset[str]) -> bool:
-        """Return whether a branch has no values of one of these token columns."""
+        """Return whether a rollout has no values of one of these token columns."""
         return any(
-            columns - branch.tokens.columns.keys()
+            columns - rollout[0].tokens.columns.keys()
             for rollout in self.rollouts.values()
-            for branch in rollout
         )
 
     def group(self) -> Group | None:
@@ -147,7 +146,7 @@ class Producers:
     annotations: Sequence[Annotate] = ()
     """Of whole groups."""
     columns: frozenset[str] = frozenset()
-    """Token columns that a trained rollout has from annotations of any kind."""
+    """Token columns that a group has after them."""
     on_failed: OnFailed = lambda *_: None
     on_finished: Callable[[Group], None] = lambda _: None
     last_failure: str = field(default="", init=False)
@@ -380,8 +379,8 @@ class Producers:
         """Complete a group whose rollouts have all ended, after the rewards that it
         lacks (of whole groups, or posted later) and its annotations.
         """
-        is_whole = not group.is_unscored and not self._lacks_annotations(group)
-        if is_whole or not group.is_usable:
+        is_open = group.is_unscored or group.lacks(self.columns)
+        if not (is_open and group.is_usable):
             self._complete(group)
             return
         group_id = group.ticket.group_id
@@ -393,9 +392,6 @@ class Producers:
         if self._groups.get(group_id) is group and not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
             group.tasks.append(task)
-
-    def _lacks_annotations(self, group: RunningGroup) -> bool:
-        return bool(self.annotations) and group.lacks(self.columns)
 
     def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
         name = f"g{group.ticket.group_id}/r{index}"
@@ -438,14 +434,14 @@ class Producers:
             if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
                 return
             self._rewarded(group, scored, failed)
-        if group.is_usable and self._lacks_annotations(group):
+        if group.is_usable and group.lacks(self.columns):
             self.sink.sampled_nowait(group_id, has_rewards=True)
             annotated, failed = await annotate_group(
                 self.annotations, prompt, group.rollouts
             )
             if self._groups.get(group_id) is not group:
                 return
-            self._replace(group, annotated, failed, earns=False)
+            self._rewarded(group, annotated, failed)
         self._complete(group)
 
     def _rewarded(
@@ -454,34 +450,27 @@ class Producers:
         scored: Mapping[int, Rollout],
         failed: Mapping[int, RolloutFailure],
     ) -> None:
-        """Count and journal the rewards of ended rollouts, and why others have none."""
-        self._counts["finished"] += len(scored)
-        for _ in scored:
-            self.runner.failures.note_end_nowait(None, group.prompt.prompt_id)
-        self._replace(group, scored, failed, earns=True)
-
-    def _replace(
-        self,
-        group: RunningGroup,
-        changed: Mapping[int, Rollout],
-        failed: Mapping[int, RolloutFailure],
-        *,
-        earns: bool,
-    ) -> None:
-        """Journal changed rollouts, which earn their rewards only now if `earns`, and why
-        others have failed.
+        """Count and journal what ended rollouts earn or get besides, and why others have
+        failed.
         """
         rollouts = group.rollouts
-        rollouts.update(changed)
+        new = [index for index in scored if not rollouts[index][0].is_scored]
+        earned = sum(rollout[0].reward for rollout in scored.values())
+        earned -= sum(rollouts[index][0].reward for index in (*scored, *failed))
+        rollouts.update(scored)
+        self._counts["finished"] += len(new)
+        prompt_id = group.prompt.prompt_id
+        for _ in new:
+            self.runner.failures.note_end_nowait(None, prompt_id)
         # One call scored the group, so it has failed once.
         for failure in [*failed.values()][:1]:
-            self.runner.failures.note_end_nowait(failure, group.prompt.prompt_id)
+            self.runner.failures.note_end_nowait(failure, prompt_id)
         for index, failure in failed.items():
             seen = functools.partial(tuple, rollouts.pop(index))
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
         group_id = group.ticket.group_id
-        self.journal.add_scores_nowait(group_id, [*changed.values()], whys, earns)
+        self.journal.add_scores_nowait(group_id, [*scored.values()], whys, earned)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id

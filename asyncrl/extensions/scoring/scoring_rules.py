@@ -89,8 +89,8 @@ def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
         has_prompt = any(one.prompt and one.scores(name) for one in found)
         if has_prompt and generator.is_harness:
             yield (
-                f"teacher.prompt is for rollouts of one answer, and the generator of {key_of('task', name)} "
-                "is a harness, which writes its own prompts; remove teacher.prompt or the harness"
+                f"teacher.prompt is for rollouts of one answer, and {key_of('task', name)} is of "
+                f"{generator.called}, which writes its own prompts; remove teacher.prompt or that"
             )
     # vLLM computes prompt_logprobs before the temperature.
     is_embedded = all(teacher.is_embedded for teacher in found)
