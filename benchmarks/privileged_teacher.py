@@ -6,8 +6,9 @@
 Each of 16 names has a secret word of three letters. `asyncrl sft` first teaches a model
 with random weights to copy: "17 dcb" is answered by dcb, and "17" by any word. Then a run
 asks for the names alone, and its teacher, the same weights, reads name and secret. Rewards
-are shown and not learned from (reward_weight: 0). In the control, the teacher reads the
-name alone. --work keeps finished runs, so an ended benchmark continues.
+are shown and not learned from (reward_weight: 0). A frozen teacher keeps the weights of
+the start. In the control, the teacher reads the name alone. --work keeps finished runs,
+so an ended benchmark continues.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ NAMES = [str(number) for number in range(10, 26)]
 NUM_STEPS = 300
 POINTS = (0, 40, 80, 120, 200, 290)
 """First steps of the means over ten."""
-SIDES = {"hint": "answers in the teacher's prompt", "name": "control"}
+SIDES = {
+    "live": ("hint", "answers in the teacher's prompt"),
+    "frozen": ("hint", "the same, a frozen teacher"),
+    "control": ("name", "no answers in any prompt"),
+}
+"""By folder: the column that the teacher reads."""
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -87,34 +93,42 @@ def measure(seed: int, work: Path) -> dict[str, list[float]]:
     tuned = work / f"sft-{seed}"
     steps = {"num_groups": 64, "learning_rate": 3e-3, "schedule": "linear"}
     model = {"dtype": "float32", "scratch": SCRATCH}
-    data = {"files": [str(work / f"copies-{seed}.jsonl")], "epochs": 8}
+    data = {"files": [str(work / f"copies-{seed}.jsonl")], "epochs": 4}
     sft = {"seed": seed, "model": model, "data": data, "trainer": steps}
     asyncrl("sft", tuned, sft)
     found = dict[str, list[float]]()
-    for column in SIDES:
-        folder = work / f"{column}-{seed}"
+    for side, (column, _) in SIDES.items():
+        folder = work / f"{side}-{seed}"
+        final = str(tuned / "final")
+        teacher = {"path": final} if side == "frozen" else {"policy": True}
         run = {
             "seed": seed,
-            "model": {"dtype": "float32", "path": str(tuned / "final")},
+            "model": {"dtype": "float32", "path": final},
             "task": {
                 "files": [str(work / f"secrets-{seed}.jsonl")],
                 "reward": "privileged_teacher:exact",
                 "reward_pool": "inline",
             },
-            "teacher": {"policy": True, "prompt": column},
-            "algorithm": {"distill_weight": 1.0, "reward_weight": 0},
-            "rollout": {"group_size": 4, "max_prompt_tokens": 12, "max_tokens": 6},
+            "teacher": teacher | {"prompt": column},
+            "algorithm": {
+                "distill_weight": 1.0,
+                "reward_weight": 0,
+                "distill_loss": "topk_reverse_kl",
+                "distill_top_k": 8,
+            },
+            "rollout": {"group_size": 8, "max_prompt_tokens": 12, "max_tokens": 6},
             "buffer": {"max_staleness": 1},
             "trainer": {
                 "num_groups": 16,
                 "num_steps": NUM_STEPS,
-                "learning_rate": 1e-3,
+                "learning_rate": 3e-4,
+                "schedule": "linear",
             },
             "placement": {"trainer": "cpu", "rollout": "cpu"},
         }
         asyncrl("run", folder, run)
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        found[column] = [json.loads(line)["reward/mean"] for line in lines]
+        found[side] = [json.loads(line)["reward/mean"] for line in lines]
     return found
 
 
@@ -128,7 +142,7 @@ if __name__ == "__main__":
     place.mkdir(parents=True, exist_ok=True)
     with reported("privileged_teacher", is_kept=options.write):
         for number in range(options.seeds):
-            for column, rewards in measure(number, place).items():
+            for side, rewards in measure(number, place).items():
                 shares = [fmean(rewards[at : at + 10]) for at in POINTS]
                 shown = " ".join(f"{share:.3f}" for share in shares)
-                print(f"seed {number}, {SIDES[column]:31}: exact answers {shown}")
+                print(f"seed {number}, {SIDES[side][1]:31}: exact answers {shown}")

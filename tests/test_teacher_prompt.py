@@ -254,7 +254,7 @@ def test_function_sees_the_siblings_and_may_give_nothing(
             "ends with the assistant's message '3'",
         ),
         ("teacher_functions:broken", "x", RewardFailure, "raised KeyError: 'no'"),
-        ("teacher_functions:number", "x", RolloutFailure, "is not a valid prompt: 3"),
+        ("teacher_functions:number", "x", PromptUnusable, "is not a valid prompt: 3"),
     ],
 )
 def test_prompt_that_the_teacher_cannot_read_costs_a_rollout(

@@ -15,10 +15,8 @@ from asyncrl.base.errors import (
     ConfigError,
     PromptUnusable,
     RewardFailure,
-    RolloutFailure,
     TaskError,
 )
-from asyncrl.base.failures import FailureKind
 from asyncrl.base.user_code import UserCalls, load_function
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import RunConfig
@@ -73,7 +71,7 @@ class TeacherPrompts:
         self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
     ) -> list[int] | None:
         """Return the ids of the teacher's prompt, with the beginning of the answer; None:
-        the function returned None. Raises RolloutFailure for an unusable prompt.
+        the function returned None. Raises PromptUnusable or RewardFailure.
         """
         made = prompt.info.get(self._source)
         if self._function is not None:
@@ -109,16 +107,10 @@ class TeacherPrompts:
         prompt: Prompt,
         what: str,
         rule: str = "",
-        way_out: str = "correct the row, name another column, or leave such prompts out of the task.",
-    ) -> RolloutFailure:
-        # Another rollout of the prompt has the same column, and another text.
-        kind = PromptUnusable if self._function is None else RolloutFailure
-        return kind(
-            f"prompt {prompt.prompt_id}: {what}",
-            rule=rule,
-            way_out=way_out,
-            kind=FailureKind.PROMPT,
-        )
+        way_out: str = "correct the row or the function, or leave such prompts out of the task.",
+    ) -> PromptUnusable:
+        what = f"prompt {prompt.prompt_id}: {what}"
+        return PromptUnusable(what, rule=rule, way_out=way_out)
 
     async def _call(
         self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
