@@ -21,6 +21,7 @@ from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
 from pydantic import ValidationError
 from taught_cases import (
+    QUESTION,
     ROLLOUTS,
     VOCABULARY,
     check_journal,
@@ -44,7 +45,7 @@ from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
 from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchConfig
-from asyncrl.extensions.scoring.teacher import Teacher
+from asyncrl.extensions.scoring.teacher import Scoring, Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.model_check import find_models
 from asyncrl.job.run_export import export_run
@@ -77,10 +78,11 @@ def test_teachers_logprobs_equal_a_plain_forwards(
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, temperature=temperature, top_k=4, on_lost=None)
+        scoring = Scoring("teacher", temperature=temperature, top_k=4)
+        teacher = Teacher(caller, scoring, on_lost=None)
         found = list[Rollout]()
         for _ in range(2):
-            calls = [teacher.annotate(rollout, "") for rollout in ROLLOUTS]
+            calls = [teacher.annotate(rollout, QUESTION) for rollout in ROLLOUTS]
             found += await asyncio.gather(*calls)
             assert (await teacher.sleep()).num_bytes > 0
             await teacher.wake()

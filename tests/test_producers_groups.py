@@ -71,7 +71,7 @@ async def test_groups_of_a_turn_are_admitted_before_the_first_request() -> None:
 async def test_group_with_its_rewards_waits_for_teachers() -> None:
     seen = list[list[str]]()
 
-    async def annotate(rollout: Rollout, task: str) -> Rollout:
+    async def annotate(rollout: Rollout, *_: Any) -> Rollout:
         await asyncio.sleep(1)
         seen.append([phase for _, phase in world.sink.phases])
         return rollout

@@ -44,7 +44,7 @@ from asyncrl.base.errors import ConfigError, RequestRefused, find_fatal
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.load import checked
-from asyncrl.engines.role_client import RoleClient, annotate_by
+from asyncrl.engines.role_client import RoleClient, annotation_by
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
 from asyncrl.extensions.scoring.scoring_rules import model_of
@@ -247,7 +247,7 @@ class OpenCalls(RoleClient):
         super().__init__(Caller(name, "", ""), places=8)
         self.may_answer = asyncio.Event()
 
-    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
+    async def annotate(self, rollout: Rollout, *_: Any) -> Rollout:
         await self.repeat("an answer", self.may_answer.wait)
         return rollout
 
@@ -255,16 +255,16 @@ class OpenCalls(RoleClient):
 @pytest.mark.asyncio
 async def test_copies_share_the_calls() -> None:
     copies = [OpenCalls("reward-0"), OpenCalls("reward-1")]
-    annotate = annotate_by(copies)
+    annotate = annotation_by(copies).annotate
     async with asyncio.TaskGroup() as calls:
         for _ in range(6):
-            calls.create_task(annotate((), ""))
+            calls.create_task(annotate((), PROMPT, ()))
             await asyncio.sleep(0)
         assert [copy.num_calls for copy in copies] == [3, 3]
         # Calls go to the other while one restarts.
         copies[0].disconnect_nowait()
         for _ in range(2):
-            calls.create_task(annotate((), ""))
+            calls.create_task(annotate((), PROMPT, ()))
             await asyncio.sleep(0)
         assert [copy.num_calls for copy in copies] == [3, 5]
         for copy in copies:

@@ -177,7 +177,7 @@ async def test_group_is_scored_once_after_its_last_rollout() -> None:
 
 @virtual
 async def test_group_without_its_rewards_does_not_wait_for_teachers() -> None:
-    async def annotate(rollout: Rollout, task: str) -> Rollout:
+    async def annotate(rollout: Rollout, *_: Any) -> Rollout:
         await asyncio.sleep(1)
         return rollout
 
@@ -312,7 +312,7 @@ def test_journal_holds_a_group_unscored_then_scored_whole(tmp_path: Path) -> Non
             tuple(replace(branch, reward=2.5, unscored=None) for branch in rollout)
             for rollout in rollouts[:2]
         ]
-        journal.add_scores_nowait(GroupId(0), done, {2: "no grade"})
+        journal.add_scores_nowait(GroupId(0), done, {2: "no grade"}, 5.0)
 
     with_journal(path, sampled)
     before = read_resume(path, 0)
@@ -336,7 +336,9 @@ def test_journal_holds_a_group_unscored_then_scored_whole(tmp_path: Path) -> Non
     assert after.counted["rollout/failed"] == 2
 
     async def without_grades(journal: Journal) -> None:
-        journal.add_scores_nowait(GroupId(0), [], dict.fromkeys(range(2), "no grade"))
+        journal.add_scores_nowait(
+            GroupId(0), [], dict.fromkeys(range(2), "no grade"), -5.0
+        )
 
     with_journal(path, without_grades)
     story = asked(path, group_story, 0)
@@ -348,7 +350,7 @@ def test_late_rewards_of_a_requeued_group_change_nothing(tmp_path: Path) -> None
         admit(journal, 0)
         journal.add_rollout_nowait(GroupId(0), unscored(0, 0))
         journal.end_group_nowait(GroupId(0), "requeued", "dropped")
-        journal.add_scores_nowait(GroupId(0), [], {0: "no grade"})
+        journal.add_scores_nowait(GroupId(0), [], {0: "no grade"}, 0.0)
 
     path = with_journal(tmp_path / "journal.sqlite", story)
     with contextlib.closing(sqlite3.connect(path)) as connection:
@@ -374,6 +376,80 @@ async def test_resumed_group_is_scored_only_if_the_journal_lacks_it() -> None:
         assert run.engine.requests == []
     assert groups.asked == [["q", "q"]]
     assert [branch.reward for branch in group.trajectories] == [0.5, 0.5]
+
+
+LESSON = "teacher_logprobs"
+
+
+def taught_by(told: list[Any], *, fails: float = -1.0) -> Any:
+    """Return a group's annotation that notes what it is told, and fails for a reward."""
+
+    async def annotate(
+        rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
+    ) -> Rollout:
+        rewards = [other[0].reward for other in siblings]
+        told.append((rollout[0].sample_index, rollout[0].reward, rewards))
+        await asyncio.sleep(1.0)
+        (branch,) = rollout
+        if branch.reward == fails:
+            raise RewardFailure("it has nothing to read")
+        values = branch.tokens.behaviour_logprobs - 1
+        tokens = branch.tokens.with_columns({LESSON: values})
+        return (replace(branch, tokens=tokens),)
+
+    return {"annotations": [annotate], "columns": frozenset({LESSON})}
+
+
+@virtual
+async def test_group_is_annotated_after_its_rewards() -> None:
+    told = list[Any]()
+    groups = Groups(lambda texts: [1.0, 2.0, 3.0])
+    async with world(groups, **taught_by(told, fails=2.0)) as run:
+        await asyncio.sleep(100)
+    assert sorted(told) == [
+        (0, 1.0, [2.0, 3.0]),
+        (1, 2.0, [1.0, 3.0]),
+        (2, 3.0, [1.0, 2.0]),
+    ]
+    (group,) = run.sink.finished
+    assert [branch.reward for branch in group.trajectories] == [1.0, 3.0]
+    assert all(LESSON in branch.tokens.columns for branch in group.trajectories)
+    assert run.sink.phases[-1][1] == "teaching"
+    assert run.count("finished") == 3
+    scored, annotated = run.journal.named("add_scores")
+    # The sum of rewards: six, less the reward of the rollout that failed.
+    assert (scored[-1], annotated[-1]) == (6.0, -2.0)
+    assert [*annotated[3]] == [1]
+
+
+@virtual
+async def test_resumed_group_is_annotated_only_if_the_journal_lacks_it() -> None:
+    told = list[Any]()
+    groups = Groups(lambda texts: [])
+    whole = {index: (one_token(index),) for index in range(2)}
+    for num_told in (2, 2):
+        async with world(groups, group_size=2, num_tickets=0, **taught_by(told)) as run:
+            run.journal.states[GroupId(7)] = "running"
+            ticket = Ticket(GroupId(7), 0)
+            run.producers.resume_nowait(UnfinishedGroup(ticket, PROMPT, whole))
+            await asyncio.sleep(1.5)
+        (group,) = run.sink.finished
+        assert (run.engine.requests, len(told)) == ([], num_told)
+        whole = {branch.sample_index: (branch,) for branch in group.trajectories}
+    assert run.journal.named("add_scores") == []
+
+
+@virtual
+async def test_revoked_group_ends_its_annotation() -> None:
+    told = list[Any]()
+    groups = Groups(lambda texts: [1.0, 2.0, 3.0])
+    async with world(groups, **taught_by(told)) as run:
+        await asyncio.sleep(2.5)
+        assert len(told) == 3
+        run.producers.on_requeued(GroupId(0), None, "dropped")
+        await asyncio.sleep(100)
+    assert run.sink.finished == []
+    assert len(run.journal.named("add_scores")) == 1
 
 
 @virtual

@@ -14,7 +14,14 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine_in_process import make_qwen3
-from taught_cases import ROLLOUTS, check_journal, check_tops, plain_logprobs, taught
+from taught_cases import (
+    QUESTION,
+    ROLLOUTS,
+    check_journal,
+    check_tops,
+    plain_logprobs,
+    taught,
+)
 from transformers import AutoModelForCausalLM
 from vllm_process import SECRET, vllm_process
 
@@ -24,7 +31,7 @@ from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.extensions.scoring.scoring_check import reach_teachers
-from asyncrl.extensions.scoring.teacher import ServedTeacher
+from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher
 from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, single_node
@@ -54,12 +61,11 @@ def test_vllms_logprobs_equal_a_plain_forwards(tmp_path: Path) -> None:
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = ServedTeacher(
-            caller, temperature=1.0, max_length=MAX_LENGTH, top_k=4, on_lost=None
-        )
+        scoring = Scoring("teacher", temperature=1.0, top_k=4)
+        teacher = ServedTeacher(caller, scoring, max_length=MAX_LENGTH, on_lost=None)
         try:
             await teacher.ready(400.0)
-            judged = [teacher.annotate(rollout, "sums") for rollout in ROLLOUTS]
+            judged = [teacher.annotate(rollout, QUESTION) for rollout in ROLLOUTS]
             return await asyncio.gather(*judged)
         finally:
             await caller.aclose()
@@ -241,7 +247,8 @@ def test_call_to_a_busy_server_is_repeated(monkeypatch: pytest.MonkeyPatch) -> N
         await endpoint.server.start_server()
         url = f"http://127.0.0.1:{endpoint.server.port}"
         caller = Caller("teacher", url, "sk-right")
-        teacher = ServedTeacher(caller, temperature=1.0, top_k=3, on_lost=None)
+        scoring = Scoring("teacher", temperature=1.0, top_k=3)
+        teacher = ServedTeacher(caller, scoring, on_lost=None)
         request = ScoreRequest(token_ids=[5, 6, 7], start=1, top_k=3)
         try:
             await teacher.ready(10.0)
@@ -278,12 +285,11 @@ def test_ids_of_a_padded_vocabulary_are_dropped(
         await endpoint.server.start_server()
         url = f"http://127.0.0.1:{endpoint.server.port}"
         caller = Caller("teacher", url, "sk-right")
-        teacher = ServedTeacher(
-            caller, temperature=1.0, top_k=4, num_ids=2, on_lost=None
-        )
+        scoring = Scoring("teacher", temperature=1.0, top_k=4, num_ids=2)
+        teacher = ServedTeacher(caller, scoring, on_lost=None)
         try:
             await teacher.ready(30.0)
-            return await teacher.annotate(ROLLOUTS[0], "sums")
+            return await teacher.annotate(ROLLOUTS[0], QUESTION)
         finally:
             await caller.aclose()
             await endpoint.server.close()

@@ -134,12 +134,16 @@ class Extension:
     `commands`: place of the function of a command, as typer takes it, by name. Each
     `asyncrl` imports its module, so the function imports what it needs.
     `engines`: kinds of engine servers by name, for `rollout.engine`.
-    `check`: place of a function from RunConfig to lines of `asyncrl check`; it raises
-    ConfigError.
+    `check`: place of a function from RunConfig and the loaded tasks by name to lines of
+    `asyncrl check`; it raises ConfigError.
     `roles`: place of a function from RunConfig to Roles (engines/kinds.py). They choose
     devices after the core's roles.
-    `columns`: place of a function from RunConfig to the token columns that these roles add
-    to each rollout.
+    `columns`: place of a function from RunConfig to the token columns that these roles, or
+    annotations, add to each rollout.
+    `engine_role`: place of a function from RunConfig and the Role of the rollout engines to
+    the Role that they get.
+    `annotations`: place of a function from RunConfig, EnginePool and ChatTokenizer to
+    Annotations (engines/role_client.py), which may call these engines.
     `rewards`: kinds of rewards by name.
     `metrics`: `package:file` of a table like observe/metrics.csv.
     `cures`: places of functions from Pace (observe/pace.py) to sentences, by the share of
@@ -164,6 +168,8 @@ class Extension:
     check: str = ""
     roles: str = ""
     columns: str = ""
+    engine_role: str = ""
+    annotations: str = ""
     rewards: Mapping[str, RewardKind] = field(default_factory=dict)
     metrics: str = ""
     cures: Mapping[str, str] = field(default_factory=dict)

@@ -347,7 +347,7 @@ class EngineServer(EngineClient):
             return manifest.digest  # the server compares it on arrival
         request = api.PrepareRequest.model_validate(manifest, from_attributes=True)
         with reading(manifest):
-            return (await self._post("/prepare", request, api.Loaded)).digest
+            return (await self.post("/prepare", request, api.Loaded)).digest
 
     async def commit(
         self, version: int, digest: str, interrupt: api.Interrupt
@@ -361,23 +361,23 @@ class EngineServer(EngineClient):
         # version before /commit is answered. SegmentCheck would refuse them as too new.
         self._offered_version = max(self._offered_version, version)
         request = api.CommitRequest(version=version, digest=digest, interrupt=interrupt)
-        answer = await self._post("/commit", request, api.CommitResponse)
+        answer = await self.post("/commit", request, api.CommitResponse)
         # Only after the answer: from now on no request may return an older token. Set
         # before, it would refuse tokens that were sampled before the swap.
         self._scope.version = version
         return answer
 
     async def sleep(self) -> api.TransferStats:
-        return await self._post("/sleep", None, api.TransferStats)
+        return await self.post("/sleep", None, api.TransferStats)
 
     async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
-        return await self._post(
+        return await self.post(
             "/wake", api.WakeRequest(parts=list(parts)), api.TransferStats
         )
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True)
-        return (await self._post("/load_chunk", request, api.Loaded)).digest
+        return (await self.post("/load_chunk", request, api.Loaded)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
         """Have the server stage the trainer's broadcast. Raises EngineLost after two
@@ -389,7 +389,7 @@ class EngineServer(EngineClient):
         )
 
         async def take(member: api.GroupMember) -> None:
-            await self._post(
+            await self.post(
                 "/prepare",
                 api.PrepareRequest(path="", member=member, **announced),
                 api.Loaded,
@@ -410,8 +410,9 @@ class EngineServer(EngineClient):
                 # The failed round has used up the announcement.
                 self._group.expect_nowait(self.name, manifest.version, 1)
 
-    async def _post(
+    async def post(
         self, path: str, body: BaseModel | None, answer: type[Answer]
     ) -> Answer:
+        """POST a message to the process of now. Raises EngineError or EngineLost."""
         async with self._scope.calls():
             return await self._caller.post(path, body, answer, timeout_s=None)

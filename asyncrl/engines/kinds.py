@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.base.errors import EngineLost
-from asyncrl.base.extensions import load_place, rows
+from asyncrl.base.extensions import extensions, load_place, rows
 from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.device_forms import ServerDevices
@@ -72,6 +72,8 @@ class Role:
     """Sequences in its KV cache."""
     max_length: int = 0
     """Tokens of each."""
+    read_slots: int = 0
+    """Texts that it reads at once besides, each with a KV cache."""
     batch_tokens: int = 0
     """Tokens of a forward pass, without `engine`."""
     is_rollout: bool = False
@@ -194,7 +196,16 @@ def maker_of(kind: EngineKind) -> ServerMaker:
 
 
 def engine_role(config: RunConfig) -> Role:
-    """Return the role of the rollout engines."""
+    """Return the role of the rollout engines, with what extensions change of it."""
+    role = sampling_role(config)
+    for extension in extensions().values():
+        if extension.engine_role:
+            role = load_place(extension.engine_role)(config, role)
+    return role
+
+
+def sampling_role(config: RunConfig) -> Role:
+    """Return the role of an engine that only samples."""
     rollout = config.rollout
     return Role(
         name=ENGINE,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ MAX_CHUNKS = 32
 token.
 """
 
+T = TypeVar("T")
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
 OnSpent = Callable[[int], None]
@@ -155,10 +156,7 @@ class EnginePool:
         # Each round is one stay on one server. A request comes back here with its
         # tokens when that server is lost, drained or overloaded.
         while not join.is_finished:
-            # Nothing is awaited between this check and take(), so a server is up there.
-            if not self._router.up:
-                with waiting("an engine that is up", on="supervisor"):
-                    await self._changed.wait_for(lambda: self._router.up)
+            await self._wait_up()
             with self._router.take(request.route_key, self._near(request)) as charge:
                 try:
                     await self._sample_on(
@@ -178,6 +176,28 @@ class EnginePool:
         # process, which ended before it could add it.
         self._interrupted += join.num_interruptions
         return join.completion()
+
+    async def ask(self, what: str, call: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Return the result of `call` with the least loaded server that is up; with another
+        one if that is lost. `what` names the wait. Raises what `call` raises.
+        """
+        while True:
+            await self._wait_up()
+            with self._router.take("") as charge:
+                server = self.servers[charge.index]
+                try:
+                    with waiting(what, on=server.name, who="rollouts"):
+                        return await call(server)
+                except EngineLost as lost:
+                    if self._on_lost is None:
+                        raise
+                    self._on_lost(lost)
+
+    async def _wait_up(self) -> None:
+        # Nothing is awaited after this check, so a server is up when take() chooses.
+        if not self._router.up:
+            with waiting("an engine that is up", on="supervisor"):
+                await self._changed.wait_for(lambda: self._router.up)
 
     async def _sample_on(
         self,

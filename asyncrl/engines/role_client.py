@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -14,11 +15,26 @@ from asyncrl.base.http import Answer, Caller, CallRefused
 from asyncrl.base.waits import Signal, note_span, waiting
 from asyncrl.engines.engine import CallScope, ServerClient
 from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
-from asyncrl.messages.records import Rollout
+from asyncrl.messages.records import Prompt, Rollout
 
 CALL_TIMEOUT_S = 120.0
 T = TypeVar("T")
 Copy = TypeVar("Copy", bound="RoleClient")
+Annotate = Callable[[Rollout, Prompt, Sequence[Rollout]], Awaitable[Rollout]]
+"""Adds to a rollout of a prompt, whose siblings have ended, or which are not given. Raises
+RolloutFailure (data) or EngineError.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What is added to each rollout (Extension.annotations): at its end, or `by_group` once
+    all rollouts of the group have their rewards.
+    """
+
+    annotate: Annotate
+    by_group: bool = False
+    gauges: Callable[[], Mapping[str, float]] = dict
 
 
 class RoleClient(ServerClient):
@@ -114,9 +130,14 @@ class RoleClient(ServerClient):
                 self._on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)
 
-    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
-        """Return a finished rollout of a task with what this server adds to it: by
-        default, nothing. Raises RequestRefused (data) or EngineError.
+    annotates_groups = False
+    """As Annotation.by_group."""
+
+    async def annotate(
+        self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout] = ()
+    ) -> Rollout:
+        """Return a finished rollout of a prompt with what this server adds to it: by
+        default, nothing. Raises RolloutFailure (data) or EngineError.
         """
         return rollout
 
@@ -200,12 +221,12 @@ def least_busy(copies: Sequence[Copy]) -> Copy:
     )
 
 
-def annotate_by(
-    copies: Sequence[RoleClient],
-) -> Callable[[Rollout, str], Awaitable[Rollout]]:
+def annotation_by(copies: Sequence[RoleClient]) -> Annotation:
     """Return the annotate() of a server with copies."""
 
-    async def annotate(rollout: Rollout, task: str) -> Rollout:
-        return await least_busy(copies).annotate(rollout, task)
+    async def annotate(
+        rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
+    ) -> Rollout:
+        return await least_busy(copies).annotate(rollout, prompt, siblings)
 
-    return annotate
+    return Annotation(annotate, by_group=copies[0].annotates_groups)

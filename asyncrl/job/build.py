@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncrl.base.errors import ComponentError, EngineLost, WeightsLost
+from asyncrl.base.extensions import all_of
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
@@ -143,8 +144,10 @@ async def build(
             lifecycle, fleet.engines, tokenizer, fleet.supervision, late
         )
     generator = make_generator(config, fleet.engines, tokenizer, scorer, agents)
-    for annotate in fleet.annotations:
-        generator = AnnotatedGenerator(generator, annotate)
+    for annotation in fleet.annotations:
+        if not annotation.by_group:
+            generator = AnnotatedGenerator(generator, annotation.annotate)
+    of_groups = [one.annotate for one in fleet.annotations if one.by_group]
     producers = Producers(
         sink=buffer,
         source=feed,
@@ -158,6 +161,8 @@ async def build(
         ),
         spawn=lifecycle.spawn,
         scorers=scorer,
+        annotations=of_groups,
+        columns=frozenset(all_of("columns", config) if of_groups else ()),
         config=rollout,
         capacity=num_rollouts(config, num_engines),
         journal=journal,

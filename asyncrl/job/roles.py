@@ -27,7 +27,7 @@ from dataclasses import replace
 from asyncrl.base.extensions import all_of
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.device_forms import server_devices
-from asyncrl.engines.kinds import OwnModel, Role, engine_role
+from asyncrl.engines.kinds import OwnModel, Role, sampling_role
 
 EVAL_ENGINE = "engine-eval"
 
@@ -35,7 +35,7 @@ EVAL_ENGINE = "engine-eval"
 def _eval_role(config: RunConfig) -> Iterator[Role]:
     if config.eval_engine != "rollout":
         yield replace(
-            engine_role(config),
+            sampling_role(config),
             name=EVAL_ENGINE,
             slots=config.eval_slots,
             is_rollout=False,

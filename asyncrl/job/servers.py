@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
+from asyncrl.base.extensions import all_of
 from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
@@ -27,7 +28,7 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import ENGINE, Role, ServerOrder, engine_role, maker_of
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.role_client import RoleClient, annotate_by
+from asyncrl.engines.role_client import Annotation, RoleClient, annotation_by
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.trainer_recovery import (
@@ -46,7 +47,7 @@ from asyncrl.launch.supervise import (
     all_or_none,
     health_over,
 )
-from asyncrl.messages.records import Batch, Rollout
+from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
@@ -476,6 +477,10 @@ class Fleet:
             name: self._extra(factory.make(roles[name], [device]))
             for name, device in factory.placement.extra.items()
         }
+        self.annotations = self._annotations()
+        self.annotations += all_of(
+            "annotations", config, self.engines, factory.tokenizer
+        )
         # Apart from `servers`, whose deaths Lifecycle reports as the cause of a
         # failure: a run may go on without these.
         self.side_servers = [extra.server for extra in self.extra.values()]
@@ -511,10 +516,14 @@ class Fleet:
                 self.supervisors[name].start_within(room)
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of extra servers, added over servers of one kind."""
+        """Return the numbers of extra servers and annotations, added over those of one
+        kind.
+        """
         sums = defaultdict[str, float](float)
-        for extra in self.extra.values():
-            for name, value in extra.gauges().items():
+        parts = [extra.gauges() for extra in self.extra.values()]
+        parts += [dict(annotation.gauges()) for annotation in self.annotations]
+        for part in parts:
+            for name, value in part.items():
                 sums[name] += value
         return sums
 
@@ -528,14 +537,13 @@ class Fleet:
                 found.append(extra.client)
         return found
 
-    @property
-    def annotations(self) -> list[Callable[[Rollout, str], Awaitable[Rollout]]]:
+    def _annotations(self) -> list[Annotation]:
         """Return what adds something to each rollout."""
         roles = defaultdict[str, list[RoleClient]](list)
         for extra in self.extra.values():
             if isinstance(extra.client, RoleClient):
                 roles[extra.role.shared_name].append(extra.client)
-        return [annotate_by(copies) for copies in roles.values()]
+        return [annotation_by(copies) for copies in roles.values()]
 
     def clients_of(self, kind: type[T], /) -> list[T]:
         """Return the clients of this class."""

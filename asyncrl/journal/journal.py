@@ -247,9 +247,11 @@ def _add_scores(
     group_id: GroupId,
     rollouts: Sequence[Rollout],
     failures: Mapping[int, str],
+    earned: float,
 ) -> None:
-    """Record the rewards of finished rollouts, and by sample_index why others have
-    none. In one transaction, so that a group is scored whole or not at all.
+    """Replace finished rollouts, and record by sample_index why others have failed.
+    `earned`: by how much the sum of rewards changes. In one transaction, so that a group
+    is scored, or annotated, whole or not at all.
     """
     # Any sample index gives the group's state.
     if _rollout(connection, group_id, 0)[0] != "running":
@@ -267,10 +269,10 @@ def _add_scores(
                 for branch in rollout
             ],
         )
-        connection.execute(
-            "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
-            (float(rollout[0].reward), group_id),
-        )
+    connection.execute(
+        "UPDATE groups SET reward_sum = reward_sum + ? WHERE group_id = ?",
+        (float(earned), group_id),
+    )
     # Only for failures: it decodes all tokens of the group.
     kept = rollouts_of(connection, group_id) if failures else {}
     for sample_index, why in failures.items():

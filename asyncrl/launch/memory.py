@@ -328,7 +328,7 @@ def server_memory(
         weights = weights if role.model else 0
         return Memory(parameters=weights, micro_batch=role.batch_tokens * width)
     engine = ENGINES[role.engine]
-    slots = num_caches(config, role) * role.slots
+    slots = num_caches(config, role) * role.slots + role.read_slots
     # With pages, sequences wait while the cache is full, so only one must fit. Without
     # pages each slot holds its full length from the start.
     sequences = 1 if engine.pages_kv and device != "cpu" else slots

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from statistics import fmean
@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.engines.role_client import Annotate
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Group,
@@ -33,6 +34,7 @@ from asyncrl.rollouts.rollout import (
     RolloutAttempt,
     RolloutRunner,
     Slots,
+    annotate_group,
     how_failed,
     score_group,
     with_outcome,
@@ -92,6 +94,13 @@ class RunningGroup:
         """Whether a reward is not known yet."""
         return any(not rollout[0].is_scored for rollout in self.rollouts.values())
 
+    def lacks(self, columns: frozenset[str]) -> bool:
+        """Return whether a rollout has no values of one of these token columns."""
+        return any(
+            columns - rollout[0].tokens.columns.keys()
+            for rollout in self.rollouts.values()
+        )
+
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
         if not self.is_usable:
@@ -125,8 +134,8 @@ class Producers:
     """Run groups from admission to the buffer.
 
     Life: admitted -> rollouts run -> scored, if the task scores whole groups ->
-    finish_nowait, or fail_nowait if fewer than two are usable; or the buffer revokes
-    it.
+    annotated, if `annotations` need whole groups -> finish_nowait, or fail_nowait if
+    fewer than two are usable; or the buffer revokes it.
 
     A revoked prompt returns at once. A failed prompt returns after another group has
     succeeded (if all fail, prompts are not the cause) and a later version is served (so
@@ -150,6 +159,10 @@ class Producers:
     capacity: InitVar[int]
     journal: Journal
     late: LateRewards
+    annotations: Sequence[Annotate] = ()
+    """Of whole groups."""
+    columns: frozenset[str] = frozenset()
+    """Token columns that a group has after them."""
     on_failed: OnFailed = lambda *_: None
     on_finished: Callable[[Group], None] = lambda _: None
     last_failure: str = field(default="", init=False)
@@ -378,14 +391,17 @@ class Producers:
 
     def _sampled(self, group: RunningGroup) -> None:
         """Complete a group whose rollouts have all ended, after the rewards that it
-        lacks: of whole groups, or posted later.
+        lacks (of whole groups, or posted later) and its annotations.
         """
-        if not (group.is_unscored and group.is_usable):
+        is_open = group.is_unscored or group.lacks(self.columns)
+        if not (is_open and group.is_usable):
             self._complete(group)
             return
         group_id = group.ticket.group_id
         # With its tokens: a resume must not renew the time in which a batch can use it.
-        self.sink.sampled_nowait(group_id, group.group())
+        self.sink.sampled_nowait(
+            group_id, group.group(), has_rewards=not group.is_unscored
+        )
         # The buffer may have revoked it just now.
         if self._groups.get(group_id) is group and not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
@@ -423,15 +439,25 @@ class Producers:
 
     async def _score(self, group: RunningGroup) -> None:
         # The journal holds the rollouts without rewards. A run that is killed here
-        # scores the group again; once group_scored is written, no more.
+        # scores the group again; once group_scored is written, no more. The same holds
+        # for annotations.
         group_id = group.ticket.group_id
         prompt = group.prompt
-        scored, failed = await score_group(
-            self.scorers.of(prompt), prompt, group.rollouts, group.size
-        )
-        if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
-            return
-        self._rewarded(group, scored, failed)
+        if group.is_unscored:
+            scored, failed = await score_group(
+                self.scorers.of(prompt), prompt, group.rollouts, group.size
+            )
+            if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
+                return
+            self._rewarded(group, scored, failed)
+        if group.is_usable and group.lacks(self.columns):
+            self.sink.sampled_nowait(group_id, has_rewards=True)
+            annotated, failed = await annotate_group(
+                self.annotations, prompt, group.rollouts
+            )
+            if self._groups.get(group_id) is not group:
+                return
+            self._rewarded(group, annotated, failed)
         self._complete(group)
 
     def _rewarded(
@@ -440,12 +466,17 @@ class Producers:
         scored: Mapping[int, Rollout],
         failed: Mapping[int, RolloutFailure],
     ) -> None:
-        """Count and journal the rewards of ended rollouts, and why others have none."""
+        """Count and journal what ended rollouts earn or get besides, and why others have
+        failed.
+        """
         rollouts = group.rollouts
+        new = [index for index in scored if not rollouts[index][0].is_scored]
+        earned = sum(rollout[0].reward for rollout in scored.values())
+        earned -= sum(rollouts[index][0].reward for index in (*scored, *failed))
         rollouts.update(scored)
-        self._counts["finished"] += len(scored)
+        self._counts["finished"] += len(new)
         prompt_id = group.prompt.prompt_id
-        for _ in scored:
+        for _ in new:
             self.runner.failures.note_end_nowait(None, prompt_id)
         # One call scored the group, so it has failed once.
         for failure in [*failed.values()][:1]:
@@ -455,7 +486,7 @@ class Producers:
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
         group_id = group.ticket.group_id
-        self.journal.add_scores_nowait(group_id, [*scored.values()], whys)
+        self.journal.add_scores_nowait(group_id, [*scored.values()], whys, earned)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id

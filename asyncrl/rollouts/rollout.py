@@ -32,6 +32,7 @@ from asyncrl.base.user_code import message_of
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.config import OnTimeout
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.role_client import Annotate
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     RUN_RULES,
@@ -851,6 +852,34 @@ async def score_group(
     return scored, failed
 
 
+async def annotate_group(
+    annotations: Sequence[Annotate], prompt: Prompt, rollouts: Mapping[int, Rollout]
+) -> tuple[dict[int, Rollout], dict[int, RolloutFailure]]:
+    """Let servers add to the rollouts of a group that have their rewards. Return the
+    rollouts by sample_index, and why others failed.
+    """
+
+    async def annotated(index: int) -> Rollout | RolloutFailure:
+        rollout = rollouts[index]
+        siblings = [rollouts[other] for other in sorted(rollouts) if other != index]
+        try:
+            for annotate in annotations:
+                rollout = await annotate(rollout, prompt, siblings)
+        except RolloutFailure as failure:
+            return failure
+        return rollout
+
+    results = await asyncio.gather(*map(annotated, rollouts))
+    done = dict[int, Rollout]()
+    failed = dict[int, RolloutFailure]()
+    for index, result in zip(rollouts, results, strict=True):
+        if isinstance(result, RolloutFailure):
+            failed[index] = result
+        else:
+            done[index] = result
+    return done, failed
+
+
 def with_outcome(
     rollout: Rollout, outcome: Outcome, weights: Mapping[str, float] = {}
 ) -> Rollout:
@@ -935,7 +964,7 @@ class AnnotatedGenerator:
     """
 
     generator: Generator
-    annotate: Callable[[Rollout, str], Awaitable[Rollout]]
+    annotate: Annotate
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
@@ -946,6 +975,6 @@ class AnnotatedGenerator:
             # A reward of the whole group, or a later post, is still missing.
             if rollout[0].is_scored:
                 attempt.on_phase("teaching")
-            return await self.annotate(rollout, attempt.prompt.task)
+            return await self.annotate(rollout, attempt.prompt, ())
 
         return score_and_annotate

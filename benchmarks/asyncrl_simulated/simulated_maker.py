@@ -25,7 +25,7 @@ def _spec(order: ServerOrder) -> dict[str, object]:
 MAKER = ServerMaker("asyncrl_simulated.simulated_engine", _spec, our_client)
 
 
-def check_engine(config: RunConfig) -> Iterator[str]:
+def check_engine(config: RunConfig, tasks: object) -> Iterator[str]:
     if config.rollout.engine == "simulated":
         yield (
             "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"

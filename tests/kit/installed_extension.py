@@ -67,7 +67,7 @@ def page(number: str) -> None:
     \"\"\"Page somebody.\"\"\"
     print(f"paging {number}")
 
-def check_number(config):
+def check_number(config, tasks):
     number = NUMBER.of(config.generator)
     if number == "n0":
         raise ConfigError("generator.pager=n0 is not a number")

@@ -154,7 +154,9 @@ def make_producers(
         "failures": values.pop("failures", RecentFailures()),
     }
     others = {"scorers": FakeScorer()} | {
-        name: values.pop(name) for name in ("on_failed", "scorers") if name in values
+        name: values.pop(name)
+        for name in ("on_failed", "scorers", "annotations", "columns")
+        if name in values
     }
     capacity = values.pop("capacity", 8)
     journal = journal or MemoryJournal()

@@ -13,7 +13,7 @@ import torch
 from token_cases import trajectory_of
 
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Prompt, Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import (
     DISTILL_IDS,
     DISTILL_LOGPROBS,
@@ -24,6 +24,7 @@ from asyncrl.messages.tokens import (
 )
 
 VOCABULARY = 52
+QUESTION = Prompt("sums/e0/0", ({"role": "user", "content": "1+2"},))
 
 
 def make_branch(num_tokens: int, sampled: list[slice], seed: int = 0) -> Trajectory:

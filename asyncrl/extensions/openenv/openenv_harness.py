@@ -46,7 +46,7 @@ ALWAYS_THERE = frozenset(("done", "reward", "metadata"))
 """Fields of every observation; the metadata is not for the model."""
 
 
-def check_servers(config: RunConfig) -> Iterator[str]:
+def check_servers(config: RunConfig, tasks: object) -> Iterator[str]:
     """Yield how the actions of each server look. Blocks. Raises ConfigError."""
     for harness in config.harnesses:
         if ADDRESS.of(harness):

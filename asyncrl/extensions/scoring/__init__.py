@@ -13,6 +13,8 @@ EXTENSION = Extension(
     check="asyncrl.extensions.scoring.scoring_check:check_models",
     roles="asyncrl.extensions.scoring.scoring_roles:roles",
     columns="asyncrl.extensions.scoring.scoring_rules:columns",
+    engine_role="asyncrl.extensions.scoring.scoring_roles:engine_role",
+    annotations="asyncrl.extensions.scoring.scoring_roles:policy_teachers",
     rewards={
         "judge": RewardKind(
             "asyncrl.extensions.scoring.judge_config:JudgedReward",

@@ -21,9 +21,11 @@ class ScoreRequest(Message):
 
 class ScoreResponse(Message):
     """float32 in nats, of token_ids[start:]. `top_ids`, `top_logprobs`: top_k values for
-    each of these tokens, one token after the other.
+    each of these tokens, one token after the other. `version`: policy_version of the
+    weights that scored; all tokens have one.
     """
 
+    version: int = 0
     logprobs: list[float]
     top_ids: list[int] = Field(default_factory=list)
     top_logprobs: list[float] = Field(default_factory=list)

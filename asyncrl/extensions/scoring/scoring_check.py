@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import CallLost
 from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.run_config import key_of
 from asyncrl.extensions.scoring.judge import check_endpoint
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
 from asyncrl.extensions.scoring.reward_client import find_label
 from asyncrl.extensions.scoring.scoring_roles import remote_caller, teacher_client
 from asyncrl.extensions.scoring.scoring_rules import judge_of, reward_models, teachers
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
+from asyncrl.extensions.scoring.teacher_prompt import (
+    load_prompt_function,
+    teacher_messages,
+)
 from asyncrl.job.check.model_check import positions_of
 from asyncrl.launch.model_sizes import read_architecture
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.task import Item, PromptTask, RowTask
 from asyncrl.trainer.model.model_folder import find_on_disk
 
 REACH_S = 10.0
 """Limit for the answers of a server that others have started."""
 
 
-def check_models(config: RunConfig) -> Iterator[str]:
+def check_models(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator[str]:
     """Reach each judge's endpoint, read the reward model's config.json, and reach the
     teachers that others have started. Blocks. Raises ConfigError.
     """
@@ -42,6 +48,29 @@ def check_models(config: RunConfig) -> Iterator[str]:
             label = find_label(model, architecture)
             yield f"reward model: {model.path}, the logit {label}"
     yield from reach_teachers(config)
+    for teacher in teachers(config):
+        if teacher.prompt is not None and load_prompt_function(teacher.prompt) is None:
+            for name, task in tasks.items():
+                if teacher.scores(name):
+                    _check_column(teacher.prompt, key_of("task", name), task)
+
+
+def _check_column(column: str, key: str, task: PromptTask) -> None:
+    """Raise ConfigError if a row has no prompt for the teacher. Of a task in Python only the
+    first prompt is read.
+    """
+    num = len(task) if isinstance(task, RowTask) else 1
+    for index in range(num):
+        item = task.prompt(index)
+        where = f"{key}, prompt {index}"
+        info = item.info if isinstance(item, Item) else {}
+        if column not in info:
+            raise ConfigError(
+                f"{where} has no column {column}; its columns besides prompt and answer are {[*info]}",
+                rule="teacher.prompt names a column of each row, or a function as module:function",
+                way_out="name one of them as teacher.prompt, or add the column.",
+            )
+        teacher_messages((), info[column], f"{where}, column {column}")
 
 
 def _check_served_judge(judge: JudgeConfig) -> None:

@@ -21,7 +21,10 @@ from asyncrl.engines.kinds import (
     embedded_spec,
     maker_of,
 )
+from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.role_client import Annotation
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
+from asyncrl.extensions.scoring.policy_teacher import PolicyTeacher
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
 from asyncrl.extensions.scoring.reward_model_config import (
     REWARD_BATCH_TOKENS,
@@ -40,13 +43,20 @@ from asyncrl.extensions.scoring.settings import (
     REWARD_DEVICE,
     TEACHER_DEVICE,
 )
-from asyncrl.extensions.scoring.teacher import ServedTeacher, Teacher
-from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS, TeacherConfig
+from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher, Teacher
+from asyncrl.extensions.scoring.teacher_config import (
+    POLICY_SLOTS,
+    TEACHER_SLOTS,
+    TeacherConfig,
+)
+from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
+from asyncrl.messages.worker_api import ChatTokenizer
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 JUDGE = "judge"
 REWARD = "reward"
 TEACHER = "teacher"
+TEACHER_SERVER = "asyncrl_servers.scoring.teacher_server"
 
 
 def roles(config: RunConfig) -> Iterator[Role]:
@@ -54,7 +64,8 @@ def roles(config: RunConfig) -> Iterator[Role]:
     found = teachers(config)
     for number, teacher in enumerate(found):
         name = f"{TEACHER}-{number}" if len(found) > 1 else TEACHER
-        yield _teacher_role(config, teacher, name)
+        if not teacher.policy:
+            yield _teacher_role(config, teacher, name)
     if judges := served_judges(config):
         yield _judge_role(config, judges)
     for model in reward_models(config):
@@ -64,7 +75,53 @@ def roles(config: RunConfig) -> Iterator[Role]:
 # ---- teachers
 
 
+def engine_role(config: RunConfig, role: Role) -> Role:
+    """Let the rollout engines score texts, if one of the teachers is the policy."""
+    if not any(teacher.policy for teacher in teachers(config)):
+        return role
+    maker = replace(role.maker, module=TEACHER_SERVER, spec=_policy_spec)
+    return replace(role, maker=maker, read_slots=POLICY_SLOTS)
+
+
+def _policy_spec(order: ServerOrder) -> Body:
+    return embedded_spec(order) | {"score_slots": order.role.read_slots}
+
+
+def policy_teachers(
+    config: RunConfig, engines: EnginePool, tokenizer: ChatTokenizer
+) -> Iterator[Annotation]:
+    """Yield the teachers that are the policy."""
+    for teacher in teachers(config):
+        if teacher.policy:
+            scoring = _scoring(teacher, config, tokenizer)
+            client = PolicyTeacher(engines, scoring)
+            yield Annotation(
+                client.annotate, by_group=scoring.reads_groups, gauges=client.gauges
+            )
+
+
+def _scoring(
+    teacher: TeacherConfig, config: RunConfig, tokenizer: ChatTokenizer | None = None
+) -> Scoring:
+    """Without a tokenizer, only for texts of a check."""
+    prompts = None
+    num_ids = 2**31
+    if tokenizer is not None:
+        num_ids = 1 + max(tokenizer.vocabulary.values())
+        if teacher.prompt is not None:
+            prompts = TeacherPrompts(teacher.prompt, config, tokenizer)
+    return Scoring(
+        TEACHER,
+        temperature=config.rollout.temperature,
+        top_k=config.algorithm.num_distill_ids,
+        num_ids=num_ids,
+        scores=teacher.scores,
+        prompts=prompts,
+    )
+
+
 def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
+    assert teacher.path is not None
     own = OwnModel(
         ModelConfig(path=teacher.path),
         "teacher.path",
@@ -75,9 +132,7 @@ def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
     client = partial(_order_teacher, teacher)
     maker = replace(maker_of(teacher.engine), client=client)
     if teacher.is_embedded:
-        maker = ServerMaker(
-            "asyncrl_servers.scoring.teacher_server", _teacher_spec, client
-        )
+        maker = ServerMaker(TEACHER_SERVER, _teacher_spec, client)
     remote = Caller("", "", "")
     if teacher.base_url is not None:
         remote = remote_caller(teacher)
@@ -109,8 +164,7 @@ def _teacher_spec(order: ServerOrder) -> Body:
 def _order_teacher(
     teacher: TeacherConfig, order: ServerOrder, caller: Caller
 ) -> Teacher:
-    num_ids = 1 + max(order.tokenizer.vocabulary.values())
-    return teacher_client(teacher, order.config, caller, order.on_lost, num_ids)
+    return teacher_client(teacher, order.config, caller, order.on_lost, order.tokenizer)
 
 
 def teacher_client(
@@ -118,16 +172,13 @@ def teacher_client(
     config: RunConfig,
     caller: Caller,
     on_lost: Callable[[EngineLost], None] | None = None,
-    num_ids: int = 2**31,
+    tokenizer: ChatTokenizer | None = None,
 ) -> Teacher:
     make = Teacher if teacher.is_embedded else ServedTeacher
     return make(
         caller,
-        temperature=config.rollout.temperature,
+        _scoring(teacher, config, tokenizer),
         max_length=config.rollout.max_length,
-        top_k=config.algorithm.num_distill_ids,
-        num_ids=num_ids,
-        scores=teacher.scores,
         on_lost=on_lost,
     )
 

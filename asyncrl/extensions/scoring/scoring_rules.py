@@ -60,9 +60,12 @@ def refusals(config: RunConfig) -> Iterator[str]:
 
 def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
     found = teachers(config)
-    is_served = any(teacher.base_url is None for teacher in found)
+    is_served = any(teacher.is_served for teacher in found)
     if not is_served and TEACHER_DEVICE.of(config.placement) != "auto":
-        yield "placement.teacher is for a teacher without base_url; set placement.teacher=auto"
+        yield (
+            "placement.teacher is for a teacher in a server of its own, without base_url and policy; set "
+            "placement.teacher=auto"
+        )
     known = ", ".join(filter(None, config.tasks))
     # A single task is '' here, and may have a name.
     named = {task.called: name for name, task in config.tasks.items()}
@@ -77,6 +80,18 @@ def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
             yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {known}"
         elif taught[name] != 1:
             yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
+    if any(teacher.policy for teacher in found) and config.rollout.engine != "embedded":
+        yield (
+            f"teacher.policy lets rollout engines score texts, which rollout.engine={config.rollout.engine} "
+            "does not do; set rollout.engine=embedded, or set teacher.path in place of teacher.policy"
+        )
+    for name, generator in config.generators.items():
+        has_prompt = any(one.prompt and one.scores(name) for one in found)
+        if has_prompt and generator.is_harness:
+            yield (
+                f"teacher.prompt is for rollouts of one answer, and {key_of('task', name)} is of "
+                f"{generator.called}, which writes its own prompts; remove teacher.prompt or that"
+            )
     # vLLM computes prompt_logprobs before the temperature.
     is_embedded = all(teacher.is_embedded for teacher in found)
     if not is_embedded and config.rollout.temperature != 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +18,9 @@ from asyncrl.engines.openai_scope import ASK_AGAIN_S, OpenAIScope, Read
 from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS
+from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts, is_one_answer
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.messages.records import Rollout, Trajectory
+from asyncrl.messages.records import Prompt, Rollout, Trajectory
 from asyncrl.messages.tokens import (
     DISTILL_IDS,
     DISTILL_LOGPROBS,
@@ -35,62 +36,106 @@ MAX_PAUSE_S = 30.0
 """Longest pause before it is."""
 
 
-class Teacher(RoleClient):
-    """`max_length`: tokens of the longest text. `num_ids`: the tokenizer's ids are below
-    it. `scores`: whether it scores a task.
+Ask = Callable[[ScoreRequest], Awaitable[ScoreResponse]]
+
+
+class Scoring:
+    """Asks a teacher about rollouts, and writes its answers as token columns. `num_ids`:
+    the tokenizer's ids are below it. `scores`: whether it scores a task. `prompts`: None:
+    it reads the student's.
     """
 
     def __init__(
         self,
-        caller: Caller,
+        name: str,
         *,
         temperature: float,
-        max_length: int = 0,
         top_k: int = 0,
         num_ids: int = 2**31,
         scores: Callable[[str], bool] = lambda _: True,
-        on_lost: Callable[[EngineLost], None] | None,
+        prompts: TeacherPrompts | None = None,
     ) -> None:
-        # Twice the server's slots: the next requests arrive early.
-        super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
-        self._temperature = temperature
-        self._max_length = max_length
-        self._top_k = top_k
-        self._num_ids = num_ids
-        self._scores = scores
-        self._num_scored = 0
+        self.name = name
+        self.temperature = temperature
+        self.top_k = top_k
+        self.num_ids = num_ids
+        self.scores = scores
+        self.prompts = prompts
+        self.num_scored = 0
+        self.num_untaught = 0
+
+    @property
+    def reads_groups(self) -> bool:
+        return self.prompts is not None and self.prompts.reads_groups
 
     def gauges(self) -> dict[str, float]:
-        return {"teacher/tokens": self._num_scored, "teacher/wait_s": self.wait_s}
+        gauges: dict[str, float] = {"teacher/tokens": self.num_scored}
+        if self.prompts is not None:
+            gauges["teacher/untaught"] = self.num_untaught
+        return gauges
 
-    async def annotate(self, rollout: Rollout, task: str) -> Rollout:
-        """Return the rollout with the columns of the teacher in each branch, or as it
-        is if another teacher scores its task.
+    async def annotate(
+        self,
+        ask: Ask,
+        rollout: Rollout,
+        prompt: Prompt,
+        siblings: Sequence[Rollout],
+    ) -> tuple[Rollout, list[int]]:
+        """Return the rollout with the columns of the teacher in each branch, and the
+        versions that scored; or as it is if another teacher scores its task.
         """
-        if not self._scores(task):
-            return rollout
-        return tuple([await self._annotate(branch) for branch in rollout])
+        if not self.scores(prompt.task):
+            return rollout, []
+        branches = list[Trajectory]()
+        versions = list[int]()
+        ids = None
+        if self.prompts is not None:
+            ids = await self.prompts.ids(rollout, prompt, siblings)
+            if ids is None:
+                self.num_untaught += 1
+                return tuple(map(_untaught, rollout)), []
+            assert is_one_answer(rollout), "no other has a teacher with teacher.prompt"
+        for branch in rollout:
+            request = self._request(branch, ids)
+            if request is None:
+                branches.append(_untaught(branch))
+                continue
+            answer = await ask(request)
+            branches.append(self._taught(branch, request, answer))
+            versions.append(answer.version)
+        return tuple(branches), versions
 
-    async def _annotate(self, branch: Trajectory) -> Trajectory:
+    def _request(
+        self, branch: Trajectory, ids: Sequence[int] | None
+    ) -> ScoreRequest | None:
+        """Return None for a branch of which all calls are untrained, such as greedy
+        ones.
+
+        Example: the student's prompt 5 6, its answer 7 8, and the teacher's prompt 1 2 3.
+        The text is 1 2 3 7 8, scored from place 3 on.
+        """
         (places,) = np.nonzero(branch.loss_mask)
-        # All calls of this branch are untrained, such as greedy ones: nothing to score.
         if not len(places):
-            zeros = np.zeros(len(branch.token_ids), np.float32)
-            return replace(branch, tokens=branch.tokens.with_columns({TEACHER: zeros}))
+            return None
         start, end = int(places[0]), int(places[-1]) + 1
-        request = ScoreRequest(
+        before = branch.token_ids[:start].tolist() if ids is None else list(ids)
+        return ScoreRequest(
             # What follows the last sampled token changes no logprob before it.
-            token_ids=branch.token_ids[:end].tolist(),
-            start=start,
-            temperature=self._temperature,
-            top_k=self._top_k,
+            token_ids=before + branch.token_ids[start:end].tolist(),
+            start=len(before),
+            temperature=self.temperature,
+            top_k=self.top_k,
         )
-        answer = await self._score(request)
+
+    def _taught(
+        self, branch: Trajectory, request: ScoreRequest, answer: ScoreResponse
+    ) -> Trajectory:
+        """Return the branch with the answer in its columns. Raises EngineError."""
         logprobs = np.array(answer.logprobs, np.float32)
         top_ids = np.array(answer.top_ids, np.int32)
         top_logprobs = np.array(answer.top_logprobs, np.float32)
-        num_scored = end - start
-        num_top = num_scored * self._top_k
+        num_scored = len(request.token_ids) - request.start
+        num_top = num_scored * self.top_k
         is_whole = len(logprobs) == num_scored
         is_whole &= len(top_ids) == len(top_logprobs) == num_top
         is_finite = np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()
@@ -99,12 +144,14 @@ class Teacher(RoleClient):
                 self.name,
                 f"answered {len(logprobs)} logprobs and {len(top_ids)} likeliest ids for "
                 f"{num_scored} tokens: {logprobs[:8].tolist()}",
-                rule=f"one finite logprob a token, none above 0, and {self._top_k} ids",
+                rule=f"one finite logprob a token, none above 0, and {self.top_k} ids",
                 way_out=f"read {self.name}'s log.",
             )
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
         has_term = branch.loss_mask.copy()
+        start = int(np.argmax(has_term))
+        end = start + num_scored
         # Under a grammar the teacher would have sampled other tokens: no term.
         for span in branch.tokens.calls:
             has_term[span.start : span.end] = False
@@ -114,16 +161,49 @@ class Teacher(RoleClient):
         taught = branch.tokens.behaviour_logprobs.copy()
         taught[has_term] = logprobs[is_kept]
         columns: dict[str, Values] = {TEACHER: taught}
-        if self._top_k > 0:
+        if self.top_k > 0:
             # A padded vocabulary has ids that no text has, and that the trained model
             # may lack.
-            of_kept = np.repeat(is_kept, self._top_k) & (top_ids < self._num_ids)
+            of_kept = np.repeat(is_kept, self.top_k) & (top_ids < self.num_ids)
             sizes = np.zeros(len(has_term), np.int32)
-            sizes[start:end] = of_kept.reshape(-1, self._top_k).sum(axis=1)
+            sizes[start:end] = of_kept.reshape(-1, self.top_k).sum(axis=1)
             columns[DISTILL_IDS] = Ragged(top_ids[of_kept], sizes)
             columns[DISTILL_LOGPROBS] = Ragged(top_logprobs[of_kept], sizes)
-        self._num_scored += len(places)
+        self.num_scored += int(branch.loss_mask.sum())
         return replace(branch, tokens=branch.tokens.with_columns(columns))
+
+
+def _untaught(branch: Trajectory) -> Trajectory:
+    """Return the branch without a distance to the teacher."""
+    columns: dict[str, Values] = {TEACHER: branch.tokens.behaviour_logprobs.copy()}
+    return replace(branch, tokens=branch.tokens.with_columns(columns))
+
+
+class Teacher(RoleClient):
+    """Client of a teacher's server. `max_length`: tokens of the longest text."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        scoring: Scoring,
+        *,
+        max_length: int = 0,
+        on_lost: Callable[[EngineLost], None] | None,
+    ) -> None:
+        # Twice the server's slots: the next requests arrive early.
+        super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
+        self._max_length = max_length
+        self._scoring = scoring
+        self.annotates_groups = scoring.reads_groups
+
+    def gauges(self) -> dict[str, float]:
+        return self._scoring.gauges() | {"teacher/wait_s": self.wait_s}
+
+    async def annotate(
+        self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout] = ()
+    ) -> Rollout:
+        taught, _ = await self._scoring.annotate(self._score, rollout, prompt, siblings)
+        return taught
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         return await self.call("/score", request, ScoreResponse)
@@ -182,7 +262,7 @@ class ServedTeacher(Teacher):
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
-        request = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k)
+        request = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._scoring.top_k)
         while True:
             left_s = max(end_s - loop.time(), ASK_AGAIN_S)
             try:

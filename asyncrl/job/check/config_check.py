@@ -174,7 +174,7 @@ def validate(
         resolve(algorithm)
     found = Found()
     _check_tasks(config, found, reads_all=reads_all)
-    found.lines += all_of("check", config)
+    found.lines += all_of("check", config, found.tasks)
     check_support(config, found)
     tokenizer = found.tokenizer = check_tokenizer(
         config, found, needs_weights=needs_weights

@@ -41,7 +41,7 @@ class TriesHarness:
             messages.append({"role": "assistant", "content": content})
 
 
-def check_limits(config: RunConfig) -> Iterator[str]:
+def check_limits(config: RunConfig, tasks: object) -> Iterator[str]:
     """Yield a line of `asyncrl check`. Raises ConfigError."""
     limit = config.gateway.max_calls
     for generator in config.harnesses:

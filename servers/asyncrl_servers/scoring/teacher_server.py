@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -46,6 +47,8 @@ class Scorer(TextReader):
     def __init__(self, loaded: LoadedModel, spec: TeacherSpec, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
         self._waiting = deque[ScoredText]()
+        self.version: Callable[[], int] = lambda: 0
+        """Of the weights: in a rollout engine they change between two runs."""
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
         """Queue a text for the next run(). Raises Refused (400)."""
@@ -75,6 +78,7 @@ class Scorer(TextReader):
                     )
                 text.answer.set_result(
                     ScoreResponse(
+                        version=self.version(),
                         logprobs=logprobs.tolist(),
                         top_ids=top_ids.ravel().tolist(),
                         top_logprobs=top_logprobs.ravel().tolist(),
@@ -110,6 +114,7 @@ class Scorer(TextReader):
 def routes_of(engine: Engine) -> list[Act]:
     scorer = engine.reader
     assert isinstance(scorer, Scorer)
+    scorer.version = lambda: engine.weights.version
 
     async def score(body: ScoreRequest) -> ScoreResponse:
         return await asyncio.wrap_future(engine.ask(partial(scorer.add, body)))

@@ -1,0 +1,207 @@
+"""What a teacher reads in place of the student's prompt (`teacher.prompt`)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from asyncrl.base.errors import (
+    ConfigError,
+    PromptUnusable,
+    RewardFailure,
+    TaskError,
+)
+from asyncrl.base.user_code import UserCalls, load_function
+from asyncrl.base.waits import waiting, within
+from asyncrl.config import RunConfig
+from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.messages.worker_api import ChatTokenizer, answer_text
+from asyncrl.tasks.rewards import UserCodeFailed, user_code
+from asyncrl.tasks.task import as_messages
+
+USAGE = "teacher_prompt(prompt, attempt, siblings)"
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A finished rollout of one answer, as the function of teacher.prompt sees it. `text`
+    has no end-of-turn token; special tokens are shown if the reward sees them.
+    """
+
+    sample_index: int
+    text: str
+    reward: float
+    is_truncated: bool
+    metrics: Mapping[str, float]
+
+
+class TeacherPrompts:
+    """Makes the token ids that a teacher reads before an answer.
+
+    Waits: made() sleeps in the user's function, at most task.reward_timeout_s.
+    """
+
+    def __init__(
+        self, source: str, config: RunConfig, tokenizer: ChatTokenizer
+    ) -> None:
+        """Raises ConfigError if `source` names a function that cannot be called."""
+        self._source = source
+        self._config = config
+        self._tokenizer = tokenizer
+        self._function = load_prompt_function(source)
+        self._calls = UserCalls(
+            f"teacher.prompt={source}",
+            error=partial(TaskError, "teacher"),
+            way_out="limit what the function waits for.",
+        )
+
+    @property
+    def reads_groups(self) -> bool:
+        """Return whether it is made of a rollout and its siblings."""
+        return self._function is not None
+
+    async def ids(
+        self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
+    ) -> list[int] | None:
+        """Return the ids of the teacher's prompt, with the beginning of the answer; None:
+        the function returned None. Raises PromptUnusable or RewardFailure.
+        """
+        made = prompt.info.get(self._source)
+        if self._function is not None:
+            made = await self._call(rollout, prompt, siblings)
+            if made is None:
+                return None
+        elif self._source not in prompt.info:
+            raise self._unusable(
+                prompt, f"its row has no column {self._source}, only {[*prompt.info]}"
+            )
+        try:
+            where = f"teacher.prompt={self._source}"
+            messages = teacher_messages(prompt.messages, made, where)
+            text = self._tokenizer.render(messages)
+            ids = self._tokenizer.encode(text)
+        except ConfigError as error:
+            raise self._unusable(prompt, error.what) from error
+        except ValueError as error:
+            what = f"the chat template refuses the teacher's messages: {error}"
+            raise self._unusable(prompt, what) from error
+        limit = self._config.rollout.max_prompt_tokens
+        if not 0 < len(ids) <= limit:
+            raise self._unusable(
+                prompt,
+                f"the teacher's prompt has {len(ids)} tokens",
+                rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
+                way_out="raise rollout.max_prompt_tokens, or write less for the teacher.",
+            )
+        return list(ids)
+
+    def _unusable(
+        self,
+        prompt: Prompt,
+        what: str,
+        rule: str = "",
+        way_out: str = "correct the row or the function, or leave such prompts out of the task.",
+    ) -> PromptUnusable:
+        what = f"prompt {prompt.prompt_id}: {what}"
+        return PromptUnusable(what, rule=rule, way_out=way_out)
+
+    async def _call(
+        self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
+    ) -> object:
+        self._calls.check()
+        task = self._config.tasks[prompt.task]
+        limit_s = task.reward_timeout_s
+        late = partial(
+            UserCodeFailed, f"did not return within {limit_s} s (task.reward_timeout_s)"
+        )
+        shows_special = task.special_tokens == "visible"
+        attempt, *others = (
+            self._attempt(one, shows_special) for one in (rollout, *siblings)
+        )
+        try:
+            with waiting("what the teacher reads", on=self._calls.name):
+                async with within(limit_s, late):
+                    return await self._calls.run(self._made(prompt, attempt, others))
+        except UserCodeFailed as failure:
+            raise RewardFailure(
+                f"{self._calls.name} {failure} for prompt {prompt.prompt_id}",
+                rule=f"it is called as {USAGE} and returns a text, messages or None",
+                way_out="correct the function.",
+                kind=failure.kind,
+            ) from failure
+
+    async def _made(
+        self, prompt: Prompt, attempt: Attempt, others: Sequence[Attempt]
+    ) -> object:
+        assert self._function is not None
+        with user_code(asyncio.CancelledError):
+            # A copy: the function may change it, and the next call must not see that.
+            given = replace(prompt, info=copy.deepcopy(dict(prompt.info)))
+            called = asyncio.ensure_future(
+                asyncio.to_thread(self._function, given, attempt, others)
+            )
+            try:
+                made: object = await asyncio.shield(called)
+            except asyncio.CancelledError:
+                if not called.done():
+                    self._calls.left_running(called)
+                raise
+            return await made if isinstance(made, Awaitable) else made
+
+    def _attempt(self, rollout: Rollout, shows_special: bool) -> Attempt:
+        (branch,) = rollout
+        ids = branch.token_ids[branch.loss_mask].tolist()
+        return Attempt(
+            branch.sample_index,
+            answer_text(self._tokenizer, ids, shows_special=shows_special),
+            branch.reward,
+            branch.is_truncated,
+            branch.metrics,
+        )
+
+
+def load_prompt_function(source: str) -> Callable[..., Any] | None:
+    """Import the function that `source` names; None: it names a column. Raises
+    ConfigError.
+    """
+    if ":" not in source:
+        return None
+    return load_function(
+        source, "teacher.prompt", usage=USAGE, arguments=(None, None, [])
+    )
+
+
+def teacher_messages(student: Messages, made: object, where: str) -> Messages:
+    """Return the messages that the teacher reads: `made`, or for a text the student's
+    with this text as the last one. Raises ConfigError.
+
+    Example: the student reads a rule and a question. With the text "question, and its
+    answer: 7" the teacher reads the rule and this text.
+    """
+    way_out = "correct it, or name another column or function as teacher.prompt."
+    try:
+        messages = as_messages(made, where)
+    except ConfigError as error:
+        error.way_out = way_out
+        raise
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{where} ends with the assistant's message {messages[-1]['content']!r:.80}",
+            rule="the teacher's prompt ends where the student's answer begins",
+            way_out=way_out,
+        )
+    return (*student[:-1], *messages) if isinstance(made, str) else messages
+
+
+def is_one_answer(rollout: Rollout) -> bool:
+    """Return whether a rollout is one branch: a prompt, then sampled tokens only."""
+    (places,) = np.nonzero(rollout[0].loss_mask)
+    is_whole = len(places) > 0 and places[-1] - places[0] == len(places) - 1
+    return len(rollout) == 1 and bool(is_whole)
