@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.pressure import SlotsByPressure, kv_wanted, make_pressure
+from asyncrl.job.slots_by_pressure import SlotsByPressure, kv_wanted, make_pressure
 from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Server, health_over
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.sampling import SamplingRequest

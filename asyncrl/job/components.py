@@ -9,9 +9,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.pressure import SlotsByPressure
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers import Fleet
+from asyncrl.job.slots_by_pressure import SlotsByPressure
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.journal import Journal
 from asyncrl.observe.metrics import SpecialTokens

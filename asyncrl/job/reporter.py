@@ -28,8 +28,8 @@ from asyncrl.job.agent_runtime import model_name
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again, run_id
-from asyncrl.job.pressure import healths_of
 from asyncrl.job.scale import EngineState
+from asyncrl.job.slots_by_pressure import healths_of
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
