@@ -5,9 +5,9 @@
 
 Each of 16 names has a secret word of three letters. `asyncrl sft` first teaches a model
 with random weights to copy: "17 dcb" is answered by dcb, and "17" by any word. Then a run
-asks for the names alone, and its teacher, the same weights, reads name and secret. Rewards
+asks for the names only, and its teacher, the same weights, reads name and secret. Rewards
 are shown and not learned from (reward_weight: 0). A frozen teacher keeps the weights of
-the start. In the control, the teacher reads the name alone. --work keeps finished runs,
+the start. In the control, the teacher reads only the name. --work keeps finished runs,
 so an ended benchmark continues.
 """
 

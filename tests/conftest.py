@@ -97,6 +97,7 @@ SECONDS = {
     "test_gateway_compared.py": 60,
     "test_job_mix.py": 60,
     "test_openenv.py": 60,
+    "test_policy_teacher.py": 60,
     "test_served_teacher.py": 60,
     "test_sweep.py": 60,
     "test_vllm_server.py": 60,

@@ -233,6 +233,30 @@ async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
         assert not isinstance(caught.value, EngineLost)
 
 
+@virtual
+async def test_question_of_a_lost_engine_goes_to_another() -> None:
+    pool, _ = make_pool(2, leaves_lost=True)
+    asked = list[str]()
+
+    async def call(server: Any) -> str:
+        asked.append(server.name)
+        await asyncio.sleep(1.0)
+        if asked == ["engine-0", "engine-1"] and server.name == "engine-0":
+            raise EngineLost("engine-0", "it died")
+        return f"answer of {server.name}"
+
+    first, second = await asyncio.gather(pool.ask("x", call), pool.ask("x", call))
+    assert {first, second} == {"answer of engine-1"}
+    assert asked == ["engine-0", "engine-1", "engine-1"]
+    assert pool.load == {"engine-0": 0, "engine-1": 0}
+    pool.down_nowait("engine-1")
+    late = asyncio.ensure_future(pool.ask("x", call))
+    await asyncio.sleep(5.0)
+    assert not late.done()
+    pool.up_nowait("engine-0")
+    assert await late == "answer of engine-0"
+
+
 class SilentTeacher(FakeEngineServer):
     async def _handle(self, path: str, body: Any) -> Any:
         await asyncio.Event().wait()

@@ -28,7 +28,7 @@ RolloutFailure (data) or EngineError.
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What is added to each rollout (Extension.annotations): at its end, or `by_group` once
+    """An addition to each rollout (Extension.annotations): at its end, or `by_group` once
     all rollouts of the group have their rewards.
     """
 

@@ -33,7 +33,7 @@ class PolicyTeacher:
     def __init__(self, engines: EnginePool, scoring: Scoring) -> None:
         self._engines = engines
         self._scoring = scoring
-        # Twice what they read at once: the next requests arrive early.
+        # Twice the texts that are read at once: the next requests arrive early.
         self._places = asyncio.Semaphore(2 * POLICY_SLOTS * len(engines.servers))
         self._wait_s = 0.0
 

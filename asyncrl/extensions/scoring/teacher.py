@@ -82,7 +82,7 @@ class Scoring:
         siblings: Sequence[Rollout],
     ) -> tuple[Rollout, list[int]]:
         """Return the rollout with the columns of the teacher in each branch, and the
-        versions that scored; or as it is if another teacher scores its task.
+        versions that scored; or unchanged if another teacher scores its task.
         """
         if not self.scores(prompt.task):
             return rollout, []
@@ -108,7 +108,7 @@ class Scoring:
     def _request(
         self, branch: Trajectory, ids: Sequence[int] | None
     ) -> ScoreRequest | None:
-        """Return None for a branch of which all calls are untrained, such as greedy
+        """Return None for a branch whose calls are all untrained, such as greedy
         ones.
 
         Example: the student's prompt 5 6, its answer 7 8, and the teacher's prompt 1 2 3.
