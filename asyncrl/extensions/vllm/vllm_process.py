@@ -170,6 +170,9 @@ class VllmProcess(OpenAIScope):
         self.num_workers = 1
         self.kv_tokens = 0
         """Set when ready."""
+        self.num_uncounted = 0
+        """Preemptions by vLLM's count that no full KV cache caused in this run."""
+        self._num_preempted = 0
         self.segments: dict[str, Segment] = {}
         """In flight, by wire id."""
         self.changed = Signal()
@@ -269,6 +272,10 @@ class VllmProcess(OpenAIScope):
 
     async def reset_cache(self) -> None:
         """Clear the KV cache; running requests recompute theirs. Raises EngineError."""
+        # vLLM counts them as preempted, with their next tokens. Paused, it still says how
+        # many ran, including those that have ended since.
+        counts = await self.counts(timeout_s=None)
+        self.num_uncounted += min(int(counts["num_running"]), len(self.sent))
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not (await self.post(path, None, Json)).root.get("success"):
             rule = "no token is sampled from new weights over an old KV cache"
@@ -304,6 +311,13 @@ class VllmProcess(OpenAIScope):
         return str(
             (await self.get("/weight_info", Json, timeout_s)).root["weight_version"]
         )
+
+    def num_preempted(self, counts: Mapping[str, float]) -> int:
+        """Return the preemptions for a full KV cache since this process was ready."""
+        found = int(counts["num_preempted"]) - self.num_uncounted
+        # Those of a cleared cache are subtracted before vLLM counts them.
+        self._num_preempted = max(self._num_preempted, found)
+        return self._num_preempted
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
         """Return counts from its metrics."""
@@ -420,6 +434,8 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         process.num_workers = len(workers)
         process.vocab_size = min(worker["vocab_size"] for worker in workers)
         await process.tell("/resume")  # an earlier run may have paused it and died
+        counts = await process.counts(timeout_s=None)
+        process.num_uncounted = int(counts["num_preempted"])
         await process.set_label(process.label)
         # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
         # Without top_p: on CUDA it would compile a large kernel that few runs use.

@@ -304,7 +304,7 @@ class VllmServer(EngineClient):
             decode_s=counts["decode_s"],
             kv_fraction=counts["kv_fraction"],
             kv_tokens=process.kv_tokens,
-            num_preempted=int(counts["num_preempted"]),
+            num_preempted=process.num_preempted(counts),
             asleep=sorted(process.asleep),
         )
 
