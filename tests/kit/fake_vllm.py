@@ -197,6 +197,7 @@ class FakeVllm(FakeServer):
                 config = {
                     "model_config": MODEL,
                     "scheduler_config": {"max_num_seqs": SLOTS},
+                    "cache_config": {"kv_cache_size_tokens": None},
                 }
                 config["structured_outputs_config"] = {
                     "reasoning_parser_plugin": GRAMMARS
