@@ -88,12 +88,14 @@ def nearly_orthogonal(matrix: Float64) -> Float64:
 
 
 def moved(start: Float64, slopes: list[Float64]) -> Float64:
-    """Return the change of a matrix by algorithm 1 of https://arxiv.org/abs/2502.16982."""
+    """Return the change of a matrix by algorithm 1 of https://arxiv.org/abs/2502.16982. No
+    gradient is no update.
+    """
     weight, momentum = start, np.zeros_like(start)
     for slope in slopes:
         momentum = 0.95 * momentum + 0.05 * slope
         update = nearly_orthogonal(0.05 * slope + 0.95 * momentum)
-        scaled = 0.2 * math.sqrt(max(start.shape)) * update
+        scaled = 0.2 * math.sqrt(max(start.shape)) * update * slope.any()
         weight = weight - 1e-2 * (scaled + 0.1 * weight)
     return weight - start
 
@@ -132,6 +134,19 @@ def test_updates_are_those_of_the_paper_and_of_adamw(name: str) -> None:
             # Of 45 products in bfloat16.
             error = np.linalg.norm(end - start - expected)
             assert error < 0.03 * np.linalg.norm(expected), key
+
+
+def test_groups_of_equal_rewards_move_no_matrix(make_step: MakeStep) -> None:
+    """Else the momentum of an earlier batch would, for hundreds of steps."""
+    step = make_step(trainer={"optimizer": "muon", "learning_rate": 1e-3})
+    masters = step.masters
+    step.train(*make_batch())
+    before = {name: masters.named[name].clone() for name in masters.hidden}
+    header, arrays = make_batch(version=1)
+    same = [one.model_copy(update={"reward": 1.0}) for one in header.trajectories]
+    step.train(header.model_copy(update={"trajectories": same}), arrays)
+    for name, weight in before.items():
+        assert torch.equal(masters.named[name], weight), name
 
 
 @pytest.mark.slow

@@ -31,8 +31,9 @@ class EngineLoad:
     """What the engines that get work report, and the rollouts of the run.
 
     `kv_wanted`: what running and queued sequences want of the fullest KV cache, as a
-    part of it; above 1 if they do not fit. `num_preempted`, `num_ended`: since the run
-    began. `num_running`: rollouts that hold a slot.
+    part of it; above 1 if they do not fit. `num_preempted`: since the processes of
+    these engines began. `num_ended`: since the run began. `num_running`: rollouts that
+    hold a slot.
     """
 
     num_engines: int

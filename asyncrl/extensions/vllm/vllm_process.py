@@ -273,7 +273,7 @@ class VllmProcess(OpenAIScope):
     async def reset_cache(self) -> None:
         """Clear the KV cache; running requests recompute theirs. Raises EngineError."""
         # vLLM counts them as preempted, with their next tokens. Paused, it still says how
-        # many ran, including those that have ended since.
+        # many ran, including requests that have ended since.
         counts = await self.counts(timeout_s=None)
         self.num_uncounted += min(int(counts["num_running"]), len(self.sent))
         path = "/reset_prefix_cache?reset_running_requests=true"

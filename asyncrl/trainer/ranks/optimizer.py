@@ -76,6 +76,8 @@ class Muon(torch.optim.AdamW):
     0.2 * sqrt(max(rows, columns)): the RMS of AdamW's updates, so that both share learning
     rate and weight decay (eq. 4 of https://arxiv.org/abs/2502.16982).
 
+    A matrix whose gradient is zero keeps its weights, but for their decay.
+
     Each rank orthogonalises whole matrices, for the same bits with any number of ranks:
     Newton-Schulz of a shard is another update.
     """
@@ -112,13 +114,19 @@ def _update(
     momentum.lerp_(gradient, 1 - MOMENTUM)
     # Nesterov's. Newton-Schulz computes in bfloat16, so ranks gather half the bytes.
     update: Any = gradient.lerp(momentum, MOMENTUM).bfloat16()
-    whole = update.full_tensor() if isinstance(update, DTensor) else update
-    whole = orthogonalise(whole, NEWTON_SCHULZ, ns_steps=5, eps=1e-7)
+    whole = orthogonalise(_whole(update), NEWTON_SCHULZ, ns_steps=5, eps=1e-7)
+    # An expert without tokens, or a batch of equal rewards. The momentum of old gradients
+    # would move the matrix by full updates for some 300 steps more.
+    whole.mul_(_whole(torch.linalg.vector_norm(gradient)) > 0)
     if isinstance(update, DTensor):
         mesh, placements = update.device_mesh, update.placements
         whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     weight.mul_(1 - rate * decay)
     weight.add_(whole, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
@@ -284,10 +292,9 @@ class Trained:
         weights = list(self.masters.named.values())
         max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(weights, max_norm)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # One rank's norm for all: a single rank that skips a step would have other
         # weights.
-        return ranks.gather(float(whole))[0]
+        return ranks.gather(float(_whole(norm)))[0]
 
     def step(self) -> None:
         self.optimizer.step()
