@@ -258,11 +258,13 @@ def engine_processes(run_dir: Path) -> Sequence[psutil.Process]:
 def repeats(row: Row) -> bool:
     """Say whether a killed run of these settings must end with the same bytes. Tokens
     depend on their neighbours in vLLM, with experts, and with layers that have states.
-    After a resume with other limits, numbers may differ by rounding.
+    After a resume with other limits, numbers may differ by rounding. In bfloat16 this
+    rounding is large enough to sample another token.
     """
     is_exact = row["model"] == "dense" and row["engine"] == "embedded"
     is_same = row["resume"] != "learning_rate" and row["deterministic"] != "false"
-    return row["max_staleness"] == "0" and is_exact and is_same
+    is_close = row["resume"] != "limits" or row["dtype"] == "float32"
+    return row["max_staleness"] == "0" and is_exact and is_same and is_close
 
 
 # ---- many rows
