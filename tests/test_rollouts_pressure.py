@@ -38,7 +38,7 @@ WINDOW_S = 150
 
 @dataclass
 class Outcome:
-    """Of the second WINDOW_S seconds."""
+    """Slots and counts during the second WINDOW_S seconds."""
 
     slots: list[int]
     num_tokens: int

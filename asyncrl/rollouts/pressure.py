@@ -9,6 +9,9 @@ TARGET = 1.0
 """Part of the KV cache that nine of ten looks should find wanted at most."""
 QUANTILE = 0.9
 MIN_LOOKS = 5
+"""Looks between decisions: short rollouts turn over between two looks, and one look after
+a push sees an empty cache.
+"""
 MAX_GROWTH = 1.5
 """Largest growth at once: the cache fills only as the new rollouts get longer."""
 QUEUED = 1.1
@@ -16,7 +19,9 @@ QUEUED = 1.1
 TOLERANCE = 0.5
 """Preempted sequences for each slot and turnover that cost less than fewer slots do."""
 CUT = 0.85
+"""Factor of a cut. The limit is near: growth stops at the free part of the cache."""
 BELOW_LIMIT = 0.95
+"""Part of a number that caused preemptions to which slots grow until HOLD has passed."""
 HOLD = 8
 """Turnovers before a number that caused preemptions is tried again."""
 BOUND_FRACTION = 0.9
