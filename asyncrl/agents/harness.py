@@ -107,7 +107,7 @@ class Session:
 
     def child(self, role: str) -> Session:
         """Return the session of a sub-agent. Its tokens belong to this rollout, with its
-        reward or one of their own: Outcome(turn_rewards={"main": 1, "ROLE": 0}).
+        reward or a separate reward: Outcome(turn_rewards={"main": 1, "ROLE": 0}).
 
         Example: session.child("searcher").child("reader") is the agent searcher/reader.
         """

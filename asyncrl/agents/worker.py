@@ -87,7 +87,7 @@ MIN_FREE_MIB = 256
 
 
 def shortage() -> str:
-    """Return what is short on this machine, or an empty text."""
+    """Return the resources that are short on this machine, or an empty text."""
     free = {
         "memory": available_memory() // MIB,
         "disk": shutil.disk_usage(tempfile.gettempdir()).free // MIB,

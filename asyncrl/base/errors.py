@@ -39,8 +39,7 @@ def install_extra(name: str) -> str:
     return f"pip install 'asyncrl[{name}]'"
 
 
-# Packages of the extra `train`. If an import of one of them fails, the error names the
-# extra.
+# Packages of the extra `train`. If such an import fails, the error names the extra.
 OF_TRAIN = frozenset(
     "datasets huggingface_hub llguidance math_verify matplotlib pebble peft pyarrow tensorboard".split()
     + ["accelerate", "regex", "tokenizers", "torch", "transformers"]

@@ -91,7 +91,7 @@ class AddedEngine:
     """A kind of engine servers. `facts`: place of its EngineCapabilities
     (config/engine_facts.py), which is imported with the settings. `maker`: place of its
     ServerMaker (engines/kinds.py). `preload`: module of its server, if that is forked
-    from a process that has it imported.
+    from a process that has imported it.
     """
 
     facts: str
@@ -132,7 +132,7 @@ class Extension:
     `observe`, and listens if it is not None. `asyncrl sft` refuses that setting.
     `exports`: kinds of `asyncrl export`, by the name of their option.
     `commands`: place of the function of a command, as typer takes it, by name. Each
-    `asyncrl` imports its module, so the function imports what it needs.
+    `asyncrl` imports its module, so the function itself imports large packages.
     `engines`: kinds of engine servers by name, for `rollout.engine`.
     `check`: place of a function from RunConfig and the loaded tasks by name to lines of
     `asyncrl check`; it raises ConfigError.

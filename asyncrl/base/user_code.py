@@ -280,8 +280,8 @@ def abandon(task: asyncio.Task[object]) -> None:
 # The standard executor has at most 32 threads, so hung rewards would block every other
 # to_thread(). At exit it also joins its threads. Here each call without an idle thread
 # gets a new one, which is a daemon and not registered for the join. It shares only the
-# type with its base class, which set_default_executor() asks for: the names by which
-# the base class starts threads are private, and differ between Pythons.
+# type with its base class, which set_default_executor() asks for: the base class starts
+# threads under private names, which differ between Pythons.
 class DaemonThreads(ThreadPoolExecutor):
     """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor
     the process's end.

@@ -73,7 +73,7 @@ async def shielded(
 
 
 class Signal:
-    """Wakes the tasks that wait for a change of state. It has no state of its own.
+    """Wakes the tasks that wait for a change of state. It holds no state.
 
     Waits: wait sleeps until the next notify; wait_for until a notify after which
         `predicate()` is true.
@@ -148,7 +148,7 @@ class OpenWait:
         loop = asyncio.get_running_loop()
         self.task, self.since_s = asyncio.current_task(loop), loop.time()
         self.who = self._declared or self._named()
-        # By id: the hash of a code object is that of all its names and constants.
+        # By id: the hash of a code object reads all its names and constants.
         self.kind = self.who, id(self._code), self.what, self.on
         if (table := _OPEN.get(loop)) is None:
             table = _OPEN[loop] = OpenWaits()

@@ -72,8 +72,8 @@ class GeneratorConfig(FrozenConfig):
     of the python function.
     """
     env: Annotated[dict[str, str], OnlyWith("command")] = {}
-    """Environment variables of a command, in addition to PATH, LANG, those of the
-    endpoint, and a HOME and TMPDIR of its own.
+    """Environment variables of a command, in addition to PATH, LANG, the endpoint's
+    variables, and a private HOME and TMPDIR.
     """
     pass_env: Annotated[list[str], OnlyWith("command")] = []
     """Variables of the run's environment that a command also gets; never written to a

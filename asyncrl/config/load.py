@@ -220,7 +220,7 @@ def extensions_of(path: Path) -> str:
 
 
 def writer_of(path: Path) -> str | None:
-    """Return the version of asyncrl that wrote a run's config; None for another file."""
+    """Return the version of asyncrl that wrote a run's config; another file gives None."""
     with path.open(encoding="utf-8") as file:
         first = file.readline()
     if first.startswith(_WRITTEN_BY):
@@ -417,7 +417,7 @@ def _place(where: str, message: str, overrides: Sequence[str], path: str) -> str
 def _explain(
     problem: ErrorDetails, form: type[BaseModel] = RunConfig
 ) -> tuple[str, str]:
-    """Return the key, with its value unless it is a section, and what is wrong."""
+    """Return the key, with its value unless it is a section, and the fault."""
     # Pydantic also names the form of a union in the place of an error, such as [one] or
     # constrained-int. Nobody has written that key.
     parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]

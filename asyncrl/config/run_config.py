@@ -517,8 +517,8 @@ class RunConfig(JobConfig):
         # its logprobs.
         if is_taught != (weight > 0):
             yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
-        # The teacher scores over the whole vocabulary, so its logprobs and those of a
-        # support do not compare.
+        # The teacher scores over the whole vocabulary, so its logprobs do not compare
+        # with logprobs of a support.
         if weight > 0 and self.rollout.sampling.is_cut:
             yield (
                 f"algorithm.distill_weight={weight} compares with a teacher over the whole vocabulary; set "

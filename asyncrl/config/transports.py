@@ -1,5 +1,5 @@
-"""Choose the transport of new weights, and refuse one that does not fit engine,
-placement and settings.
+"""Choose the transport of new weights, and refuse a transport that does not fit
+engine, placement and settings.
 
 A new transport is a line in TRANSPORTS (weight_sync_config.py), rules in
 refuse_transport, and its ends in asyncrl/weights/export.py, loaded_weights.py

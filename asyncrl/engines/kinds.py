@@ -57,8 +57,9 @@ class OwnModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A server of a run: how it is made, what it holds in memory, and what it asks of the
-    placement. If its client is a RoleClient, the client's annotate() gets every rollout.
+    """A server of a run: its maker, its memory, and its demands on the placement.
+
+    If its client is a RoleClient, the client's annotate() gets every rollout.
     """
 
     name: str

@@ -1,5 +1,5 @@
 """Client end of the link to an engine server: frames on one WebSocket, and the check of
-what it sampled.
+sampled tokens.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""asyncrl's own extensions, a folder each. The core imports none of them: it finds the
+"""asyncrl's own extensions, a folder each. The core does not import them: it finds the
 folders (asyncrl/base/extensions.py), so that removing a folder removes the feature.
 """

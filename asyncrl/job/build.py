@@ -255,7 +255,7 @@ async def _make_staging_dir(lifecycle: Lifecycle) -> Path:
     given = lifecycle.config.weight_sync.disk_dir
     disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     # Exports of a killed run fill shared memory (None) or disk_dir until the next start
-    # removes them. A lock protects those of a run that still works.
+    # removes them. A lock protects the exports of a run that still works.
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
@@ -534,7 +534,7 @@ def totals_of_process(
     producers: Producers,
 ) -> dict[str, float]:
     """Return all counts of this process that the journal's own rows do not give. The
-    reporter's are up to a second old. `scorers`: the run's, then those of evaluations.
+    reporter's are up to a second old. `scorers`: the run's, then the evaluations'.
     """
     found = reporter.added_totals()
     for source in sources:

@@ -37,7 +37,7 @@ class Checkpointer:
     checkpoints: Checkpoints
     trainer: SupervisedTrainer
     journal: Journal | None
-    """None: the run has none."""
+    """None: the run has no journal."""
     controller_state: Callable[[], Mapping[str, object]]
     lifecycle: Lifecycle
     num_made: int = field(default=0, init=False)

@@ -138,7 +138,7 @@ class Lifecycle:
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
-        """Return the exit code of live(), or that of a signal. Raises the AsyncrlError that
+        """Return the exit code of live(), or a signal's. Raises the AsyncrlError that
         ended it.
         """
         self._main = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""The number of engines, which changes during a run: RUN_DIR/wanted.json has it. A file
+"""The number of engines, which changes during a run. It is in RUN_DIR/wanted.json: a file
 needs no port or key, and the number survives the process, so that a resumed run starts
 with it.
 """

@@ -55,7 +55,7 @@ def extra_servers(config: RunConfig) -> dict[str, Role]:
 
 
 def _copies(role: Role) -> list[Role]:
-    """Return the servers of a role: one for each device, which share its calls."""
+    """Return the servers of a role: a server for each device. They share its calls."""
     devices = server_devices(role.device)
     assert devices is not None, "its setting has been checked"
     if role.url:

@@ -84,7 +84,7 @@ def delete_run(
     folder = run_dir.resolve()
     status = _status_of(folder)
     state, _ = judge_state(status, folder)
-    # The lock of another host may not be seen here. Then only the status tells of the
+    # The lock of another host may not be seen here. Then only the status shows the
     # run, and its state is unknown.
     may_live = status.get("state") in ("starting", "running") and state != "crashed"
     if may_live or is_locked(folder / LOCK_FILE):

@@ -160,7 +160,7 @@ def check_new_folder(out: Path, run_dir: Path) -> None:
 def read_finished(
     run_dir: Path, tell: Callable[[str], None]
 ) -> Iterator[FinishedGroup]:
-    """Yield the finished groups that have their tokens, then tell how many have not.
+    """Yield the finished groups that have their tokens, then report how many have not.
     Raises ConfigError, JournalError.
     """
     path = journal_path(run_dir)
@@ -201,7 +201,7 @@ def find_weights(
         for version in checkpoints.versions()
     }
     summary = read_object(run_dir / SUMMARY_FILE, [])
-    # Only the summary of a run that is done has it: after a failure, final/ may be from
+    # Only the summary of a run that is done gives the number: after a failure, final/ may be from
     # before a resume.
     # Version 0.1.0 wrote only the state.
     is_done = summary.get("state") == "done"

@@ -152,7 +152,7 @@ class EngineScale:
         )
 
     def watch_nowait(self) -> None:
-        """Supervise each wanted engine, in a task of its own."""
+        """Supervise each wanted engine, in a task for each."""
         for engine in self.engines[: self.wanted]:
             if engine.name not in self._watching:
                 if engine.state != EngineState.WORKING:
@@ -167,7 +167,7 @@ class EngineScale:
             self.wanted = num
 
     async def follow(self) -> None:
-        """Keep as many engines working as RUN_DIR/wanted.json asks for."""
+        """Keep the number of engines working that RUN_DIR/wanted.json asks for."""
         while True:
             # Polled: an engine that comes up, or fails to, also changes the number of
             # rollouts.

@@ -516,9 +516,7 @@ class Fleet:
                 self.supervisors[name].start_within(room)
 
     def gauges(self) -> dict[str, float]:
-        """Return the numbers of extra servers and annotations, added over those of one
-        kind.
-        """
+        """Return the numbers of extra servers and annotations, added within each kind."""
         sums = defaultdict[str, float](float)
         parts = [extra.gauges() for extra in self.extra.values()]
         parts += [dict(annotation.gauges()) for annotation in self.annotations]

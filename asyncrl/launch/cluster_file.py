@@ -54,7 +54,7 @@ def cluster_file(kind: str, config: Path, overrides: Sequence[str]) -> str:
 def cluster_size(placement: PlacementConfig) -> tuple[int, int]:
     """Return the number of nodes, and of CUDA devices on each. Raises ConfigError.
 
-    Sides of {nodes, gpus} have nodes of their own. Device numbers are of the first node.
+    Sides of {nodes, gpus} share no node. Device numbers are of the first node.
     """
     num_nodes = 0
     gpus = [0]

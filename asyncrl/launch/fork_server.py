@@ -235,7 +235,7 @@ def serving() -> Iterator[None]:
     finally:
         server.close()
         current = None
-        # A script continues after asyncrl.run, and may have a handler of its own.
+        # A script continues after asyncrl.run, and may have its own handler.
         for number, handler in earlier.items():
             if handler is not None:  # else it is not Python's
                 signal.signal(number, handler)

@@ -146,7 +146,7 @@ class Lease:
         self.phase = ""
         self.broken = ""
         self.failed = ""
-        """Why the last handover failed; empty after one that did not."""
+        """Why the last handover failed; empty after a success."""
         self.num_handovers = 0
         self.num_phases = 0
 

@@ -68,7 +68,7 @@ class ModelShape:
     def saved_bytes(self, num_tokens: int, item: int, *, kept: float) -> int:
         """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to
         1) of the layers' other tensors, the rest of one layer, which its backward pass
-        recomputes, and those of final norm and head.
+        recomputes, and the tensors of final norm and head.
 
         Layers are compiled if they can be, as on CUDA: Inductor's partitioner
         recomputes pointwise operators, and keeps products, attention and inputs of

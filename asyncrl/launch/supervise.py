@@ -357,8 +357,8 @@ class Supervisor:
 
 
 class FirstStart(Supervisor):
-    """Starts processes of a new run; those that die before they serve are started
-    again, as later ones are.
+    """Starts processes of a new run. A process that dies before it serves is started
+    again, as a later process is.
 
     A process that is late, or logs the reason of its end, would fail again: it ends the
     run at once.

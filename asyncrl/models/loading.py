@@ -105,7 +105,7 @@ def add_old_keys(config: dict[str, Any]) -> None:
 
 
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the quantisation of a config.json, or None for plain weights."""
+    """Return the quantisation of a config.json; plain weights have None."""
     found = [
         section[QUANTIZATION]
         for section in sections_of(config)

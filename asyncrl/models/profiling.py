@@ -42,8 +42,8 @@ class StepProfiler:
         self._open: torch.profiler.profile | None = None
 
     def enter(self, step: int) -> bool:
-        """End the profile of another step, and begin that of `step` if it is chosen and
-        has none yet. Return whether it has begun now.
+        """End the profile of another step, and begin the profile of `step` if it is chosen
+        and not yet profiled. Return whether it has begun now.
         """
         if not self._steps or step == self._step:
             return False

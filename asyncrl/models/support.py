@@ -33,7 +33,7 @@ def find_support(model_type: str) -> list[dict[str, str]]:
 
 
 def support_lines(rows: list[dict[str, str]]) -> list[str]:
-    """Return a line for the type, and one for each variant with other cells."""
+    """Return a line for the type, and a line for each variant with other cells."""
     names = dict[str, str]()
     for row in rows:
         text = ", ".join(f"{cell}: {row[cell]}" for cell in CELLS)

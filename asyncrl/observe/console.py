@@ -153,8 +153,8 @@ class Console:
             self._line_at_s = now_s
 
     def show_activity(self, text: str, line: str) -> None:
-        """Show a stage: its text in the live panel, or its line. The lines of steps tell
-        about the training.
+        """Show a stage: its text in the live panel, or its line. The lines of steps show
+        the training.
         """
         self._activity = text
         if self.kind == "plain" and text != TRAINING:

@@ -62,8 +62,8 @@ PROGRESS = frozenset(
     trainer/down trainer/restarts trainer/version handover/phases
     """.split()
 )
-"""Counters whose change shows progress, for the watchdog, in addition to those of servers
-with another role and of scorers that ask others.
+"""Counters whose change shows progress, for the watchdog, in addition to counters of
+servers with another role and of scorers that ask others.
 """
 
 

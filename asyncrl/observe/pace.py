@@ -24,8 +24,8 @@ SECOND_SHARE = 0.25
 FULL = 0.75
 """Usual use from which slots, rollouts, workers or a reward pool count as exhausted."""
 BUSY_CORES = 0.8
-"""Share of the cores from which their use is named. The quickstart alone used 0.93 of two
-cores (median of 180 steps).
+"""Share of the cores from which their use is named. The quickstart, without other work, used 0.93 of
+two cores (median of 180 steps).
 """
 BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
@@ -178,7 +178,7 @@ class Pace:
                 yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
 
     def _scorer_cures(self) -> Iterator[str]:
-        # Plain functions that hold the controller or all workers have a cure of their own.
+        # Plain functions that hold the controller or all workers have their own cure.
         if self._waited_for in (POSTED, FUNCTIONS):
             yield from self._more_ahead()
         elif self._waited_for in rows("cures"):

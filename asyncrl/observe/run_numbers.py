@@ -134,7 +134,7 @@ def standard_error(values: Sequence[float], num: int) -> float:
     estimate it without weight on single jumps.
 
     Example: s = 0.03 and 40 steps give 0.005 for r = 0, and 0.014 for r = 0.8, because
-    40 such steps tell as much as 4.4 independent ones.
+    40 such steps say as much as 4.4 independent steps.
     """
     near, far = (
         fmean(

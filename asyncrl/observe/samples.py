@@ -265,7 +265,7 @@ def _mates(
 ) -> list[Mate]:
     """Return `own` and other rollouts of its group, the best first.
 
-    Their texts, cut in the middle, are together about as long as that of `own`.
+    Their texts, cut in the middle, are together about as long as the text of `own`.
     """
     # About four characters are a token; with up to MAX_MATES others of an eighth of the
     # sample's length each, the group takes as much space as the sample.

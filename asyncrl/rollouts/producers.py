@@ -82,7 +82,7 @@ class RunningGroup:
     @property
     def odd_parts(self) -> str:
         """Say which parts of a reward are not in all rollouts, or return "". A rollout
-        that a limit cut has none, and earns 0.
+        that a limit cut has no parts, and earns 0.
         """
         firsts = [rollout[0] for rollout in self.rollouts.values()]
         names = [{*one.parts} for one in firsts if one.parts or one.reward]

@@ -224,7 +224,7 @@ class AttemptProgress:
 
     @property
     def num_spent(self) -> int:
-        """Return the number of sampled tokens, without those of a killed run."""
+        """Return the number of sampled tokens, without the tokens of a killed run."""
         return 0
 
     @property

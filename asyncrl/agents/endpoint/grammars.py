@@ -159,7 +159,7 @@ class _Rules:
             if around is None:
                 return None
             arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, tool)
-            # The prefill is in the prompt. The grammar describes only what is sampled.
+            # The prefill is in the prompt. The grammar describes only sampled text.
             head = self.spelled(around[0].removeprefix(prefill))
             calls.append(f"{head} {arguments} {self.spelled(around[1])}")
         return self._add("call", " | ".join(calls))

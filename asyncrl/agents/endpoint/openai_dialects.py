@@ -271,7 +271,7 @@ def _messages(items: Sequence[object]) -> list[dict[str, Any]]:
             "content" in message and "content" in last and "tool_calls" not in last
         )
         is_next = is_next_text or "reasoning_content" in message
-        # a content that is not a list has a message of its own, which the chat refuses
+        # a content that is not a list becomes a separate message, which the chat refuses
         contents = [each.get("content", []) for each in (last, message)]
         is_next |= not all(isinstance(content, list) for content in contents)
         if is_next or not last.get("role") == message["role"] == "assistant":

@@ -105,8 +105,8 @@ TOO_LONG = "context_length_exceeded"
 
 
 def too_long(size: str, most: int, param: str) -> ApiError:
-    """Return the error in each vendor's words, by which clients know that they must
-    condense.
+    """Return the error in each vendor's words: clients that read them condense the
+    chat.
 
     `size`: of the prompt, such as `2001 tokens`.
     """
@@ -122,9 +122,7 @@ def too_long(size: str, most: int, param: str) -> ApiError:
 
 
 def too_large(most: int) -> ApiError:
-    """Return the error for a body, in words by which clients know that they must
-    condense.
-    """
+    """Return the error for a body. Clients that read its words condense the chat."""
     error = ApiError(
         413,
         f"The body is larger than {most} bytes, so it exceeds the maximum context length. "
@@ -526,7 +524,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 def chat_format(form: object, **more: object) -> object:
-    """Convert a format of responses or messages to that of chats."""
+    """Convert a format of responses or messages to the format of chats."""
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
     schema = more | present(form, "name", "description", "schema", "strict")

@@ -143,8 +143,8 @@ class AnswerReader:
     """Reads an answer while it grows: its leading `thought`, its `calls`, and its
     `content`, the text outside the calls. They only grow.
 
-    A format reads by a generator that yields to wait for more text. Invariant: what is
-    read does not depend on the split into feeds. Each character is handled a bounded
+    A format reads by a generator that yields to wait for more text. Invariant: the
+    result does not depend on the split into feeds. Each character is handled a bounded
     number of times.
     """
 
@@ -564,7 +564,7 @@ class ToolFormat:
 
     def parse(self, text: str, tools: Tools = (), **options: Any) -> AnswerReader:
         """Read a whole answer. One with a malformed call is all text. `tools` give
-        unquoted arguments their types; `options` are those of AnswerReader.
+        unquoted arguments their types; `options` go to AnswerReader.
         """
         reader = AnswerReader(self, tools, **options)
         reader.feed(text, is_last=True)

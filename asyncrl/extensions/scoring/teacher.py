@@ -108,8 +108,7 @@ class Scoring:
     def _request(
         self, branch: Trajectory, ids: Sequence[int] | None
     ) -> ScoreRequest | None:
-        """Return None for a branch whose calls are all untrained, such as greedy
-        ones.
+        """Return None if all calls of a branch are untrained, such as greedy calls.
 
         Example: the student's prompt 5 6, its answer 7 8, and the teacher's prompt 1 2 3.
         The text is 1 2 3 7 8, scored from place 3 on.

@@ -69,7 +69,7 @@ class TeacherConfig(FrozenConfig):
 
     @property
     def is_served(self) -> bool:
-        """Return whether the run has a server of its own for it."""
+        """Return whether the run has a server for it."""
         return self.base_url is None and not self.policy
 
     @property

@@ -74,7 +74,7 @@ def digests_of(tasks: Mapping[str, PromptTask]) -> dict[str, str]:
 
 
 def tried_prompts(task: PromptTask) -> Iterator[Prompt]:
-    """Yield up to MOST_TRIED rows, first one for each type of answer."""
+    """Yield up to MOST_TRIED rows, beginning with a row for each type of answer."""
     if not isinstance(task, RowTask):
         return
     last_first = reversed(range(len(task)))

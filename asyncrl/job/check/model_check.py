@@ -185,8 +185,8 @@ def find_models(
     tokenizer: HFChatTokenizer,
     find: Callable[..., Path | None] = find_model,
 ) -> dict[str, Path]:
-    """Return the model folders of roles with a model of their own. Raises ConfigError
-    if one that reads token ids has others than the trained model. Blocks.
+    """Return the model folders of roles that load another model. Raises ConfigError
+    if such a model reads token ids, and has other ids than the trained model. Blocks.
     """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
     if config.algorithm.num_distill_ids > len(ours):

@@ -110,7 +110,7 @@ def _reference(settings: TaskConfig, prompt: Prompt) -> list[str]:
 
 
 def _shown(reward: TriedReward) -> object:
-    if reward == []:  # of a function that scores tokens, of which the trial has none
+    if reward == []:  # of a function that scores tokens; the trial has no tokens
         return "one per token"
     if isinstance(reward, Mapping):
         return {name: part.value for name, part in reward.items()}

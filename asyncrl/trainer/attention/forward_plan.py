@@ -3,7 +3,7 @@ comparing numbers.
 
 A pass is packed if tokens see each other only through attention of a known kind, or
 inside of modules that can run row by row. The comparison, in float32, puts the packed
-pass of a small random model beside plain passes, module by module, so that no small
+pass of a small random model next to plain passes, module by module, so that no small
 multiplier hides an error.
 """
 

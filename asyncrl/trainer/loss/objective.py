@@ -427,7 +427,7 @@ class Objective:
         assert TEACHER in batch.arrays.columns, "every rollout has passed the teacher"
         teacher_N = batch.arrays.column(TEACHER)
         taught_N = settings.reward_weight * advantage_N
-        # A loss over several tokens has a gradient of its own (micro_loss).
+        # A loss over several tokens has another gradient (micro_loss).
         if settings.num_distill_ids > 0:
             return taught_N
         has_loss = batch.has_loss

@@ -447,7 +447,7 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
 
 
 def cut_parts(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, Tokens]]:
-    """Return the parts of a batch (see Batch), each as a batch of its own."""
+    """Return the parts of a batch (see Batch), each as a batch."""
     if not header.part_groups:
         return [(header, arrays)]
     found = list[tuple[BatchHeader, Tokens]]()

@@ -39,7 +39,7 @@ class AdjustedRow:
         self._is_in_text_V[token_id] = True
 
     def changes(self) -> npt.NDArray[np.float32]:
-        """Return float32 [3, V]: bias, factor, and what is subtracted."""
+        """Return float32 [3, V]: bias, factor, and the subtracted penalty."""
         given = self._adjustment
         factor_V = np.where(self._is_in_text_V, given.repetition_penalty, 1.0)
         less_V = given.frequency_penalty * self._count_V
