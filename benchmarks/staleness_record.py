@@ -142,9 +142,9 @@ def arms(part: str) -> Iterator[Arm]:
     if part == "smollm2":
         corrections = (
             {"algorithm.loss": "ppo_clip", "algorithm.correction": "none"},
-            {"algorithm.loss": "ppo_clip", "algorithm.correction": "tis"},
-            {"algorithm.loss": "ppo_clip", "algorithm.correction": "m2po"},
+            {"algorithm.loss": "tis"},
             {"algorithm.loss": "decoupled_ppo"},
+            {"algorithm.loss": "m2po"},
         )
         for correction, age in itertools.product(corrections, (0, 2, 8)):
             settings = {**at_age(age), **correction}
