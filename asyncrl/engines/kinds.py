@@ -58,7 +58,7 @@ class OwnModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """A server of a run: how it is made, what it holds in memory, and what it asks of the
-    placement. If its client is a RoleClient, the client's annotate() gets every rollout.
+    placement.
     """
 
     name: str
