@@ -80,30 +80,25 @@ class TeacherPrompts:
             messages = teacher_messages(prompt.messages, made, where)
             text = self._tokenizer.render(messages)
             ids = self._tokenizer.encode(text)
+            limit = self._config.rollout.max_prompt_tokens
+            if not 0 < len(ids) <= limit:
+                raise ConfigError(
+                    f"the teacher's prompt has {len(ids)} tokens",
+                    rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
+                    way_out="raise rollout.max_prompt_tokens, or write less for the teacher.",
+                )
+            return list(ids)
         except ConfigError as error:
-            raise self._unusable(prompt, error.what) from error
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id}: {error.what}",
+                rule=error.rule,
+                way_out=error.way_out,
+            ) from error
         except ValueError as error:
-            what = f"the chat template refuses the teacher's messages: {error}"
-            raise self._unusable(prompt, what) from error
-        limit = self._config.rollout.max_prompt_tokens
-        if not 0 < len(ids) <= limit:
-            raise self._unusable(
-                prompt,
-                f"the teacher's prompt has {len(ids)} tokens",
-                rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
-                way_out="raise rollout.max_prompt_tokens, or write less for the teacher.",
-            )
-        return list(ids)
-
-    def _unusable(
-        self,
-        prompt: Prompt,
-        what: str,
-        rule: str = "",
-        way_out: str = "correct the row or the function, or leave such prompts out of the task.",
-    ) -> PromptUnusable:
-        what = f"prompt {prompt.prompt_id}: {what}"
-        return PromptUnusable(what, rule=rule, way_out=way_out)
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id}: the chat template refuses the teacher's messages: {error}",
+                way_out="correct the row or the function, or leave such prompts out of the task.",
+            ) from error
 
     async def _call(
         self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
