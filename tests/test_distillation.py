@@ -78,11 +78,14 @@ def test_teachers_logprobs_equal_a_plain_forwards(
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        scoring = Scoring("teacher", temperature=temperature, top_k=4)
-        teacher = Teacher(caller, scoring, on_lost=None)
+        scoring = Scoring(temperature=temperature, top_k=4)
+        teacher = Teacher(caller, TeacherConfig(path="m"))
         found = list[Rollout]()
         for _ in range(2):
-            calls = [teacher.annotate(rollout, QUESTION) for rollout in ROLLOUTS]
+            calls = [
+                scoring.annotate(teacher.score, rollout, QUESTION)
+                for rollout in ROLLOUTS
+            ]
             found += await asyncio.gather(*calls)
             assert (await teacher.sleep()).num_bytes > 0
             await teacher.wake()

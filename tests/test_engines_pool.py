@@ -266,11 +266,11 @@ class SilentTeacher(FakeEngineServer):
 @virtual
 async def test_silent_teacher_is_lost_after_its_limit() -> None:
     from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
-    from asyncrl.extensions.scoring.teacher import Scoring, Teacher
+    from asyncrl.extensions.scoring.teacher import Teacher
+    from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 
     fake: Any = SilentTeacher("teacher")
-    scoring = Scoring("teacher", temperature=1.0)
-    teacher = Teacher(fake, scoring, on_lost=None)
+    teacher = Teacher(fake, TeacherConfig(path="m"))
     request = ScoreRequest(token_ids=[1, 2], start=1, temperature=1.0)
     with pytest.raises(EngineLost, match="no answer within 120.0 s"):
         await teacher.call("/score", request, ScoreResponse)

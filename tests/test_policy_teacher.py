@@ -17,7 +17,7 @@ from taught_cases import taught
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.extensions.scoring.policy_teacher import VERSION
+from asyncrl.extensions.scoring.teacher import VERSION
 from asyncrl.extensions.scoring.teacher_prompt import Attempt
 from asyncrl.job.run_export import export_run
 from asyncrl.journal.read import read_batch, reading

@@ -44,13 +44,13 @@ from asyncrl.base.errors import ConfigError, RequestRefused, find_fatal
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.load import checked
-from asyncrl.engines.role_client import RoleClient, annotation_by
+from asyncrl.engines.role_client import RoleClient, least_busy
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
 from asyncrl.extensions.scoring.scoring_rules import model_of
 from asyncrl.job.check.config_check import check_lines, validate
 from asyncrl.launch.machine import single_node
-from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl_servers.scoring.reward_model import cut_batches
 
@@ -247,24 +247,22 @@ class OpenCalls(RoleClient):
         super().__init__(Caller(name, "", ""), places=8)
         self.may_answer = asyncio.Event()
 
-    async def annotate(self, rollout: Rollout, *_: Any) -> Rollout:
+    async def ask(self) -> None:
         await self.repeat("an answer", self.may_answer.wait)
-        return rollout
 
 
 @pytest.mark.asyncio
 async def test_copies_share_the_calls() -> None:
     copies = [OpenCalls("reward-0"), OpenCalls("reward-1")]
-    annotate = annotation_by(copies).annotate
     async with asyncio.TaskGroup() as calls:
         for _ in range(6):
-            calls.create_task(annotate((), PROMPT, ()))
+            calls.create_task(least_busy(copies).ask())
             await asyncio.sleep(0)
         assert [copy.num_calls for copy in copies] == [3, 3]
         # Calls go to the other while one restarts.
         copies[0].disconnect_nowait()
         for _ in range(2):
-            calls.create_task(annotate((), PROMPT, ()))
+            calls.create_task(least_busy(copies).ask())
             await asyncio.sleep(0)
         assert [copy.num_calls for copy in copies] == [3, 5]
         for copy in copies:

@@ -214,6 +214,11 @@ def test_reward_is_the_weighted_sum_of_its_parts() -> None:
         ({"a": None}, "of which no part is a number"),
         ({"a": "x"}, "returned for its part a 'x' .str., not a number"),
         ({"a": math.nan}, "returned for its part a nan; rewards are finite"),
+        (
+            {"a": RewardPart(1.0, "x")},
+            "returned for its part a 'x' .str., not a number",
+        ),  # type: ignore[arg-type]
+        ({"a": RewardPart(1.0, math.inf)}, "returned for its part a inf; rewards are"),
         ({"a": {"b": 1.0}}, "part a .*not a number"),
         ({1: 1.0}, "the names of parts are texts"),
         ({"": 1.0}, "the names of parts are texts"),

@@ -32,6 +32,7 @@ from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.extensions.scoring.scoring_check import reach_teachers
 from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher
+from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine, single_node
@@ -61,11 +62,16 @@ def test_vllms_logprobs_equal_a_plain_forwards(tmp_path: Path) -> None:
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        scoring = Scoring("teacher", temperature=1.0, top_k=4)
-        teacher = ServedTeacher(caller, scoring, max_length=MAX_LENGTH, on_lost=None)
+        scoring = Scoring(temperature=1.0, top_k=4)
+        teacher = ServedTeacher(
+            caller, TeacherConfig(path="m"), max_length=MAX_LENGTH, top_k=4
+        )
         try:
             await teacher.ready(400.0)
-            judged = [teacher.annotate(rollout, QUESTION) for rollout in ROLLOUTS]
+            judged = [
+                scoring.annotate(teacher.score, rollout, QUESTION)
+                for rollout in ROLLOUTS
+            ]
             return await asyncio.gather(*judged)
         finally:
             await caller.aclose()
@@ -247,19 +253,18 @@ def test_call_to_a_busy_server_is_repeated(monkeypatch: pytest.MonkeyPatch) -> N
         await endpoint.server.start_server()
         url = f"http://127.0.0.1:{endpoint.server.port}"
         caller = Caller("teacher", url, "sk-right")
-        scoring = Scoring("teacher", temperature=1.0, top_k=3)
-        teacher = ServedTeacher(caller, scoring, on_lost=None)
+        teacher = ServedTeacher(caller, TeacherConfig(path="m"), top_k=3)
         request = ScoreRequest(token_ids=[5, 6, 7], start=1, top_k=3)
         try:
             await teacher.ready(10.0)
-            answer = await teacher._score(request)
+            answer = await teacher.score(request)
             assert answer.logprobs == [-7.0, -8.0]
             assert len(endpoint.asked) == 6
             monkeypatch.setattr(
                 "asyncrl.extensions.scoring.teacher.CALL_TIMEOUT_S", 0.2
             )
             with pytest.raises(EngineError, match="slower"):
-                await teacher._score(request)
+                await teacher.score(request)
         finally:
             await caller.aclose()
             await endpoint.server.close()
@@ -275,9 +280,7 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
     assert not list(reach_teachers(config.model_copy(update={"teacher": None})))
 
 
-def test_ids_of_a_padded_vocabulary_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ids_of_a_padded_vocabulary_are_dropped() -> None:
     """The trained model may have fewer rows than the teacher."""
 
     async def story() -> Rollout:
@@ -285,11 +288,11 @@ def test_ids_of_a_padded_vocabulary_are_dropped(
         await endpoint.server.start_server()
         url = f"http://127.0.0.1:{endpoint.server.port}"
         caller = Caller("teacher", url, "sk-right")
-        scoring = Scoring("teacher", temperature=1.0, top_k=4, num_ids=2)
-        teacher = ServedTeacher(caller, scoring, on_lost=None)
+        scoring = Scoring(temperature=1.0, top_k=4, num_ids=2)
+        teacher = ServedTeacher(caller, TeacherConfig(path="m"), top_k=4)
         try:
             await teacher.ready(30.0)
-            return await teacher.annotate(ROLLOUTS[0], QUESTION)
+            return await scoring.annotate(teacher.score, ROLLOUTS[0], QUESTION)
         finally:
             await caller.aclose()
             await endpoint.server.close()

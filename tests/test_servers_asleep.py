@@ -26,7 +26,8 @@ from asyncrl.engines.role_client import RoleClient
 from asyncrl.extensions.scoring.reward_client import RewardModelClient
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
-from asyncrl.extensions.scoring.teacher import Scoring, Teacher
+from asyncrl.extensions.scoring.teacher import Teacher
+from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.launch.model_sizes import model_shape
 
 # one process imports the modules that they fork
@@ -52,7 +53,7 @@ async def rewards(client: Any) -> list[float]:
 
 
 def teacher_client(caller: Caller) -> Teacher:
-    return Teacher(caller, Scoring("teacher", temperature=1.0), on_lost=None)
+    return Teacher(caller, TeacherConfig(path="m"))
 
 
 async def logprobs(client: Any) -> list[float]:

@@ -10,6 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher import Scoring, Teacher
+from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
 from asyncrl.messages.records import Prompt, Rollout, VersionSpan
 from asyncrl.messages.tokens import BEHAVIOUR, TEACHER, Tokens
@@ -89,13 +91,13 @@ def annotated(
     scoring: Scoring, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout] = ()
 ) -> tuple[Rollout, Places]:
     places = Places()
-    found, _ = asyncio.run(scoring.annotate(places.ask, rollout, prompt, siblings))
+    found = asyncio.run(scoring.annotate(places.ask, rollout, prompt, siblings))
     return found, places
 
 
 def scoring_of(tokenizer: Any, source: str = "hint", **rollout: Any) -> Scoring:
     prompts = TeacherPrompts(source, config_of(**rollout), tokenizer)
-    return Scoring("teacher", temperature=1.0, prompts=prompts)
+    return Scoring(temperature=1.0, prompts=prompts)
 
 
 # ---- tokens
@@ -238,13 +240,18 @@ def test_function_sees_the_siblings_and_may_give_nothing(
     (branch,), places = annotated(scoring, solved, prompt, [poor])
     assert not hasattr(places, "asked")
     assert taught(branch.tokens).tolist() == branch.tokens.behaviour_logprobs.tolist()
-    assert scoring.gauges() == {"teacher/tokens": 2, "teacher/untaught": 1}
+    assert scoring.wait_s
+    assert scoring.gauges() == {
+        "teacher/tokens": 2,
+        "teacher/untaught": 1,
+        "teacher/wait_s": scoring.wait_s,
+    }
 
 
 @pytest.mark.parametrize(
     ("source", "hint", "kind", "words"),
     [
-        ("other", "x", PromptUnusable, r"has no column other, only \['hint'\]"),
+        ("other", "x", PromptUnusable, r"has no column other; .* \['hint'\]"),
         ("hint", 3, PromptUnusable, "teacher.prompt=hint is not a valid prompt: 3"),
         ("hint", "a" * 90, PromptUnusable, r"has \d+ tokens"),
         (
@@ -366,7 +373,6 @@ def test_loss_of_a_teacher_that_knows_more_equals_trls_sdft(
         tokens = branch.tokens.with_columns({"behaviour_logprobs": drawn})
         rollouts.append((replace(branch, tokens=tokens),))
     scoring = Scoring(
-        "teacher",
         temperature=TEMPERATURE,
         top_k=VOCABULARY,
         prompts=TeacherPrompts("hint", config_of(tiny_model_dir), ours),
@@ -383,8 +389,8 @@ def test_loss_of_a_teacher_that_knows_more_equals_trls_sdft(
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, scoring, on_lost=None)
-        calls = map(teacher.annotate, rollouts, prompts)
+        teacher = Teacher(caller, TeacherConfig(path=str(folder)))
+        calls = map(partial(scoring.annotate, teacher.score), rollouts, prompts)
         found = await asyncio.gather(*calls)
         await caller.aclose()
         return found

@@ -75,7 +75,9 @@ def lite_ppo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
     Lite PPO, https://arxiv.org/abs/2508.08221.
     """
-    return _centred(reward_B, group_B)[0] / (_sample_std(reward_B) + EPSILON)
+    square_B = (reward_B - reward_B.mean()).square()
+    std = square_B.sum().div(max(len(reward_B) - 1, 1)).sqrt()
+    return _centred(reward_B, group_B)[0] / (std + EPSILON)
 
 
 def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -138,8 +140,8 @@ def normalize_then_sum(
         _, group_P = torch.unique(group_B[has_B], return_inverse=True)
         compared_P = advantage(value_B[has_B], group_P)
         sum_B[has_B] += weight_B[has_B] * compared_P
-    centred_B, _ = _centred(sum_B, torch.zeros_like(group_B))
-    return centred_B / (_sample_std(sum_B) + EPSILON)
+    # All samples of the batch are one group.
+    return lite_ppo(sum_B, torch.zeros_like(group_B))
 
 
 @dataclass(frozen=True)
@@ -274,11 +276,6 @@ def whitened(advantage_M: Tensor) -> Tensor:
     num_others = max(len(advantage_M) - 1, 1)
     variance = centred_M.square().sum() / num_others
     return centred_M * torch.rsqrt(variance + 1e-8)
-
-
-def _sample_std(value_B: Tensor) -> Tensor:
-    square_B = (value_B - value_B.mean()).square()
-    return square_B.sum().div(max(len(value_B) - 1, 1)).sqrt()
 
 
 def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:

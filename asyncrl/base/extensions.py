@@ -142,8 +142,8 @@ class Extension:
     annotations, add to each rollout.
     `engine_role`: place of a function from RunConfig and the Role of the rollout engines to
     the Role that they get.
-    `annotations`: place of a function from RunConfig, EnginePool and ChatTokenizer to
-    Annotations (engines/role_client.py), which may call these engines.
+    `annotations`: place of a function from RunConfig, EnginePool, Fleet.clients_of and
+    ChatTokenizer to Annotations (engines/role_client.py), which may call these servers.
     `rewards`: kinds of rewards by name.
     `metrics`: `package:file` of a table like observe/metrics.csv.
     `cures`: places of functions from Pace (observe/pace.py) to sentences, by the share of

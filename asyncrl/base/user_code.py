@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -232,7 +233,7 @@ class UserCalls:
                 if not task.done():
                     # Also if a second cancellation ended the wait above.
                     abandon(task)
-                    self.left_running(task)
+                    self._left_running(task)
             raise
         # Nothing of ours has cancelled it: our own cancellation is raised again above.
         if task.cancelled():
@@ -246,7 +247,29 @@ class UserCalls:
             raise error
         return cast(Result, result)
 
-    def left_running(self, call: asyncio.Future[Any]) -> None:
+    async def in_thread(
+        self, function: Callable[[], Result], limit: AbstractAsyncContextManager[object]
+    ) -> Result:
+        """Return the result of a plain function. Raises its error, or the error of
+        `limit`: a call that keeps running then is counted.
+        """
+        called = asyncio.get_running_loop().run_in_executor(None, function)
+        # a cancelled rollout does not retrieve it
+        called.add_done_callback(asyncio.Future.exception)
+        try:
+            async with limit:
+                # A thread cannot be cancelled. The shield keeps the future, by which a
+                # call that is still running after its limit is counted.
+                return await asyncio.shield(called)
+        except asyncio.CancelledError:
+            called.add_done_callback(_close_coroutine)
+            raise
+        except Exception:
+            if not called.done():
+                self._left_running(called)
+            raise
+
+    def _left_running(self, call: asyncio.Future[Any]) -> None:
         self._hung.add(call)
         call.add_done_callback(self._hung.discard)
         self.num_abandoned += 1
@@ -255,6 +278,13 @@ class UserCalls:
                 f"a call of {self.name} kept running after the time limit. "
                 f"The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
             )
+
+
+def _close_coroutine(called: asyncio.Future[Any]) -> None:
+    """Close what nobody will await: Python would warn of it on the console."""
+    is_failed = called.cancelled() or called.exception() is not None
+    if not is_failed and inspect.iscoroutine(called.result()):
+        called.result().close()
 
 
 async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:

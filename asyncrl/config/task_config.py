@@ -219,28 +219,21 @@ class TaskConfig(FrozenConfig):
 
     @property
     def uses_math(self) -> bool:
-        return self.reward == "math" or "math" in self.part_names
+        return "math" in self.functions
 
     @property
-    def part_names(self) -> list[str]:
-        """Return the names of the parts of a list of functions; of others they are not
-        known.
-        """
-        names = self.reward if isinstance(self.reward, list) else []
-        return [part_name(name) for name in names]
-
-    @property
-    def reward_text(self) -> str:
-        """Return the names of functions."""
-        names = [self.reward] if isinstance(self.reward, str) else self.reward
-        return ", ".join(names) if isinstance(names, list) else ""
+    def functions(self) -> list[str]:
+        """Return the names of reward functions."""
+        if isinstance(self.reward, str):
+            return [self.reward]
+        return self.reward if isinstance(self.reward, list) else []
 
     @property
     def reward_name(self) -> str:
         """Name of the reward in errors."""
         if self.scored_by is not None:
             return f"{self.scored_by.title} {self.scored_by.called}"
-        return f"the reward function {self.reward_text or self.python}"
+        return f"the reward function {', '.join(self.functions) or self.python}"
 
     @property
     def called(self) -> str:
@@ -278,7 +271,7 @@ class TaskConfig(FrozenConfig):
             yield f".reward_pool is for functions, not for a {kind}; remove it"
         if self.source not in ("files", "dataset") and self.reward is not None:
             yield f".reward is set, but a {sources[0]} task scores itself; remove it"
-        names = self.part_names
+        names = [part_name(function) for function in self.functions]
         if len(set(names)) < len(names):
             yield f".reward names two parts {', '.join(names)}; give functions of different names"
 

@@ -57,10 +57,7 @@ class OwnModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A server of a run: its maker, its memory, and its demands on the placement.
-
-    If its client is a RoleClient, the client's annotate() gets every rollout.
-    """
+    """A server of a run: its maker, its memory, and its demands on the placement."""
 
     name: str
     """Of its process; rollout engines add their number."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -33,8 +32,8 @@ class Annotation:
     """
 
     annotate: Annotate
-    by_group: bool = False
-    gauges: Callable[[], Mapping[str, float]] = dict
+    by_group: bool
+    gauges: Callable[[], Mapping[str, float]]
 
 
 class RoleClient(ServerClient):
@@ -74,8 +73,6 @@ class RoleClient(ServerClient):
         """First and last second of this time slice's calls."""
         self.num_calls = 0
         """Open calls, also while they wait for a place or a restart."""
-        self.wait_s = 0.0
-        """Time of all calls together, with restarts and queues."""
 
     def _open_scope(self) -> CallScope:
         return CallScope(self._caller)
@@ -130,17 +127,6 @@ class RoleClient(ServerClient):
                 self._on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)
 
-    annotates_groups = False
-    """As Annotation.by_group."""
-
-    async def annotate(
-        self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout] = ()
-    ) -> Rollout:
-        """Return a finished rollout of a prompt with what this server adds to it: by
-        default, nothing. Raises RolloutFailure (data) or EngineError.
-        """
-        return rollout
-
     async def call(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         """POST a message. Raises RequestRefused (data) or EngineError."""
 
@@ -159,13 +145,11 @@ class RoleClient(ServerClient):
 
         `what` names the wait. Raises RequestRefused (data) or EngineError.
         """
-        start_s = time.perf_counter()
         self.num_calls += 1
         try:
             return await self._until_answered(what, send)
         finally:
             self.num_calls -= 1
-            self.wait_s += time.perf_counter() - start_s
 
     async def _until_answered(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
         while True:
@@ -219,14 +203,3 @@ def least_busy(copies: Sequence[Copy]) -> Copy:
         copies,
         key=lambda client: (not client.is_up, client.is_asleep, client.num_calls),
     )
-
-
-def annotation_by(copies: Sequence[RoleClient]) -> Annotation:
-    """Return the annotate() of a server with copies."""
-
-    async def annotate(
-        rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
-    ) -> Rollout:
-        return await least_busy(copies).annotate(rollout, prompt, siblings)
-
-    return Annotation(annotate, by_group=copies[0].annotates_groups)

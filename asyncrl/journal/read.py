@@ -188,9 +188,12 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 def read_note(path: Path, key: str) -> Any:
     """Return the value of a note, or None. Raises JournalError."""
     with reading(path) as connection:
-        row = connection.execute(
-            "SELECT value FROM meta WHERE key = ?", (key,)
-        ).fetchone()
+        return _note(connection, key)
+
+
+def _note(connection: sqlite3.Connection, key: str) -> Any:
+    query = "SELECT value FROM meta WHERE key = ?"
+    row = connection.execute(query, (key,)).fetchone()
     return None if row is None else json.loads(row[0])
 
 
@@ -253,11 +256,7 @@ def partials_of(
 
 
 def costs_of(connection: sqlite3.Connection) -> dict[str, float]:
-    row = connection.execute(
-        "SELECT value FROM meta WHERE key = ?", (COSTS,)
-    ).fetchone()
-    costs: dict[str, float] = {} if row is None else json.loads(row[0])
-    return costs
+    return _note(connection, COSTS) or {}
 
 
 def _counted(connection: sqlite3.Connection) -> dict[str, float]:

@@ -247,10 +247,7 @@ class Tokens:
         return Tokens(self.ids, columns=columns)
 
     def sampled_by(self, engine: int) -> Tokens:
-        spans = [
-            VersionSpan(span.start, span.end, span.version, engine)
-            for span in self.spans
-        ]
+        spans = [span._replace(engine=engine) for span in self.spans]
         return Tokens(self.ids, tuple(spans), self.columns, self.calls)
 
     def slice(self, start: int, end: int | None = None) -> Tokens:
@@ -318,7 +315,7 @@ class Tokens:
                 first = start + span.start
                 # By engine as well: the next turn asks the engine of the last span,
                 # whose cache has the conversation.
-                if last is not None and last.end == first and _is_same(last, span):
+                if last is not None and last.end == first and last[2:] == span[2:]:
                     spans.pop()
                     first = last.start
                 spans.append(
@@ -444,10 +441,6 @@ def spans_of(versions: npt.NDArray[np.integer[Any]]) -> tuple[VersionSpan, ...]:
         if start < end and versions[start] >= 0:
             spans.append(VersionSpan(start, end, int(versions[start])))
     return tuple(spans)
-
-
-def _is_same(one: VersionSpan, other: VersionSpan) -> bool:
-    return one.version == other.version and one.engine == other.engine
 
 
 def split_spans(

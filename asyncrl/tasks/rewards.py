@@ -53,14 +53,19 @@ prompt and the Completions of a group; runs in any thread or process.
 
 
 def reward_function(config: TaskConfig) -> RewardFunction:
-    function: RewardFunction = math_reward
     if config.scored_by is not None:
         return _only_in_a_run
     if isinstance(config.reward, list):
-        return _several(config, config.reward)
-    if isinstance(config.reward, str) and config.reward != "math":
-        function = load_object(config.reward, "task.reward")
-        said = f"task.reward={config.reward}"
+        return _several(config.reward)
+    return _function(config.functions)
+
+
+def _function(names: Sequence[str]) -> RewardFunction:
+    """Return the function of this name; without one, a function that raises."""
+    function: RewardFunction = math_reward
+    if names and names[0] != "math":
+        said = f"task.reward={names[0]}"
+        function = load_object(names[0], "task.reward")
         if takes_group(function):
             return _group_function(function, said)
         usage = "reward(prompt, completion, answer)"
@@ -73,7 +78,7 @@ def reward_function(config: TaskConfig) -> RewardFunction:
         )
 
     def score(prompt: Prompt, completion: str) -> object:
-        if config.reward is None:
+        if not names:
             raise no_reward(prompt)
         return function(prompt, completion, prompt.answer)
 
@@ -85,12 +90,9 @@ def reward_function(config: TaskConfig) -> RewardFunction:
     return score_sampled if optional(function, NO_COMPLETION, 3) else score
 
 
-def _several(config: TaskConfig, names: Sequence[str]) -> RewardFunction:
+def _several(names: Sequence[str]) -> RewardFunction:
     """Return a function whose parts are the rewards of the named ones."""
-    functions = {
-        part_name(name): reward_function(config.model_copy(update={"reward": name}))
-        for name in names
-    }
+    functions = {part_name(name): _function([name]) for name in names}
     if any(map(takes_group, functions.values())):
         raise ConfigError(
             f"task.reward={list(names)} has a function that takes the completions of a group",
@@ -103,7 +105,7 @@ def _several(config: TaskConfig, names: Sequence[str]) -> RewardFunction:
         for name, function in functions.items():
             asked = optional(function, sampled)
             try:
-                results[name] = function(_copy_of(prompt), completion, **asked)
+                results[name] = function(copy_of(prompt), completion, **asked)
             except UnreadableAnswer:
                 results[name] = 0.0
         is_async = any(isinstance(one, Awaitable) for one in results.values())
@@ -222,13 +224,13 @@ def call(
     with user_code():
         # Copies: the function may change them, and the next rollout must not see that.
         shown = given if isinstance(given, str) else [*given]
-        value = score(_copy_of(prompt), shown, **asked)
+        value = score(copy_of(prompt), shown, **asked)
         if type(value) is float and isinstance(given, str):
             return as_reward(value)  # without the questions of the other types
         return value if isinstance(value, Awaitable) else _result(value, given)
 
 
-def _copy_of(prompt: Prompt) -> Prompt:
+def copy_of(prompt: Prompt) -> Prompt:
     try:
         # Most values are texts. One deepcopy of all takes four times as long, for each
         # rollout.
@@ -322,10 +324,11 @@ def as_reward(value: object) -> Reward:
         part = given if isinstance(given, RewardPart) else RewardPart(given)
         try:
             number = None if part.value is None else as_number(part.value)
+            weight = as_number(part.weight)
         except UserCodeFailed as failure:
             why = str(failure).removeprefix("returned ")
             raise _corrupt(f"for its part {name} {why}") from failure
-        parts[name] = RewardPart(number, part.weight)
+        parts[name] = RewardPart(number, weight)
     if all(part.value is None for part in parts.values()):
         raise _corrupt(f"{dict(value)!r:.80}, of which no part is a number")
     return parts

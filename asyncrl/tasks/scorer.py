@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import multiprocessing
 import os
@@ -161,7 +160,7 @@ class TaskScorer:
         clients_of: ClientsOf = no_clients,
     ) -> None:
         self.has_score = config.has_score
-        self.is_library = _is_library(config)
+        self.is_library = config.reward == "math" or config.reasoning_gym is not None
         self.weights: Mapping[str, float] = config.reward_weights
         """Of the reward's parts."""
         self.shows_special = config.special_tokens == "visible"
@@ -316,7 +315,9 @@ class TaskScorer:
                     finally:
                         self.busy_s += time.perf_counter() - start_s
             if not self._is_inline:
-                result = await self._call_in_thread(prompt, given, asked)
+                async with self._free:
+                    timed = partial(self._timed, prompt, given, asked)
+                    result = await self._calls.in_thread(timed, self._within_limit())
             # The call of an async function only made its coroutine. It runs in this
             # loop, so its waits occupy no reward worker.
             if not isinstance(result, Awaitable):
@@ -330,30 +331,6 @@ class TaskScorer:
         if self.asked is not None:
             await self.asked.aclose()
 
-    async def _call_in_thread(
-        self,
-        prompt: Prompt,
-        given: str | Completions,
-        asked: Mapping[str, Completion],
-    ) -> object:
-        async with self._free:
-            loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(None, self._timed, prompt, given, asked)
-            # a cancelled rollout does not retrieve it
-            called.add_done_callback(asyncio.Future.exception)
-            try:
-                async with self._within_limit():
-                    # A thread cannot be cancelled. The shield keeps the future, by
-                    # which a call that is still running after its limit is counted.
-                    return await asyncio.shield(called)
-            except UserCodeFailed:
-                if not called.done():
-                    self._calls.left_running(called)
-                raise
-            except asyncio.CancelledError:
-                called.add_done_callback(_close_coroutine)
-                raise
-
 
 def _asked_by(config: TaskConfig, clients_of: ClientsOf) -> AskedScorer | None:
     if config.scored_by is None:
@@ -361,19 +338,6 @@ def _asked_by(config: TaskConfig, clients_of: ClientsOf) -> AskedScorer | None:
     make = load_place(rows("rewards")[config.scored_by.kind].scorer)
     asked: AskedScorer | None = make(config, clients_of)
     return asked
-
-
-def _close_coroutine(called: asyncio.Future[object]) -> None:
-    """Close what nobody will await: Python would warn of it on the console."""
-    if called.cancelled() or called.exception() is not None:
-        return
-    result = called.result()
-    if inspect.iscoroutine(result):
-        result.close()
-
-
-def _is_library(config: TaskConfig) -> bool:
-    return config.reward == "math" or config.reasoning_gym is not None
 
 
 def _too_slow(config: TaskConfig) -> UserCodeFailed:

@@ -239,11 +239,7 @@ class Answer:
     def num_thought_tokens(self) -> int:
         """Estimate from the thought's share of the text."""
         num_characters = sum(map(len, self._texts))
-        return (
-            round(self.num_tokens * len(self.thought) / num_characters)
-            if num_characters
-            else 0
-        )
+        return round(self.num_tokens * len(self.thought) / max(num_characters, 1))
 
     @property
     def calls(self) -> Sequence[Block]:

@@ -339,7 +339,15 @@ class Capture:
                 rule=rule,
                 way_out="let it call the model with its session's key.",
             )
-        credited = _credited(nodes, outcome)
+        rewards = outcome.turn_rewards
+        if rewards:
+            names = [node.name for node in nodes]
+            check_names(rewards, {node.name for node in trained}, names)
+        credited: dict[ChatNode, Earned] = {
+            node: (rewards[node.name], unit, outcome.roles.get(node.name, ""))
+            for unit, node in enumerate(nodes)
+            if node.name in rewards
+        }
         untrained: list[Credit] = []
         if by_turn:
             credited = _turns(nodes, outcome, reward)
@@ -440,9 +448,8 @@ def _turns(
     nodes: Sequence[ChatNode], outcome: Outcome, reward: float
 ) -> dict[ChatNode, Earned]:
     """Return the credit of each completion as a turn. Raises RolloutFailure."""
-    rewards = {node: reward for node, (reward, *_) in _credited(nodes, outcome).items()}
-    if not rewards:
-        rewards = {max(nodes, key=lambda node: node.order): reward}
+    last = max(nodes, key=lambda node: node.order)
+    rewards = outcome.turn_rewards or {last.name: reward}
     states = outcome.turn_states
     if unknown := states.keys() - {node.name for node in nodes}:
         raise RolloutFailure(
@@ -454,7 +461,7 @@ def _turns(
     turns = dict[ChatNode, Earned]()
     for node in nodes:
         state = states.get(node.name) or _prompt_digest(node)
-        turns[node] = (rewards.get(node, 0.0), node.order, state)
+        turns[node] = (rewards.get(node.name, 0.0), node.order, state)
     return turns
 
 
@@ -462,17 +469,3 @@ def _prompt_digest(node: ChatNode) -> str:
     read = Prefix() if node.parent is None else node.parent.whole
     _, digest = read.then(node.ids[: node.num_added]).place
     return digest.hex()
-
-
-def _credited(nodes: Sequence[ChatNode], outcome: Outcome) -> dict[ChatNode, Earned]:
-    """Return the credit of each completion with a reward. Raises RolloutFailure."""
-    rewards = outcome.turn_rewards
-    if not rewards:
-        return {}
-    trained = {node.name for node in nodes if _has_loss(node, outcome)}
-    check_names(rewards, trained, [node.name for node in nodes])
-    return {
-        node: (rewards[node.name], unit, outcome.roles.get(node.name, ""))
-        for unit, node in enumerate(nodes)
-        if node.name in rewards
-    }

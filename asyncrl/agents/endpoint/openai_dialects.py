@@ -149,22 +149,20 @@ class TextWriter(ChatWriter):
         return {"text": answer.content or "", "logprobs": None}
 
 
-def _read_chat(
-    reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
+def _read(
+    make: type[ChatWriter],
+    reader: RequestReader,
+    body: dict[str, object],
+    chats: ChatsByAnswer,
 ) -> Read:
-    reader.check_nested("chat", body)
-    asked = reader.chat(body)
-    return asked, ChatWriter(asked.stream_options)
+    is_text = make is TextWriter
+    reader.check_nested("text" if is_text else "chat", body)
+    asked = reader.text(body) if is_text else reader.chat(body)
+    return asked, make(asked.stream_options)
 
 
-def _read_text(
-    reader: RequestReader, body: dict[str, object], chats: ChatsByAnswer
-) -> Read:
-    reader.check_nested("text", body)
-    asked = reader.text(body)
-    return asked, TextWriter(asked.stream_options)
-
-
+_read_chat = partial(_read, ChatWriter)
+_read_text = partial(_read, TextWriter)
 CHAT = Dialect("chatcmpl", "chat/completions", None, _read_chat, ChatRequest)
 TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
 

@@ -14,7 +14,7 @@ EXTENSION = Extension(
     roles="asyncrl.extensions.scoring.scoring_roles:roles",
     columns="asyncrl.extensions.scoring.scoring_rules:columns",
     engine_role="asyncrl.extensions.scoring.scoring_roles:engine_role",
-    annotations="asyncrl.extensions.scoring.scoring_roles:policy_teachers",
+    annotations="asyncrl.extensions.scoring.scoring_roles:teachings",
     rewards={
         "judge": RewardKind(
             "asyncrl.extensions.scoring.judge_config:JudgedReward",

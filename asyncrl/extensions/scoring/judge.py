@@ -61,8 +61,8 @@ class MinuteLimits:
     """
 
     def __init__(self, requests: int | None = None, tokens: int | None = None) -> None:
-        self._max_requests = math.inf if requests is None else requests
-        self._max_tokens = math.inf if tokens is None else tokens
+        self._max_requests = requests or math.inf
+        self._max_tokens = tokens or math.inf
         # A waiting call holds it, so no later call overtakes a large request.
         self._lock = asyncio.Lock()
         self._used = deque[list[float]]()
@@ -151,18 +151,14 @@ class Judge(AskedScorer):
         """
         # What an endpoint answers is as unknown as what user code does.
         with user_code(asyncio.CancelledError, ComponentError, RequestRefused):
-            return await self._score(prompt, given)
-
-    async def _score(
-        self, prompt: Prompt, given: str | Completions
-    ) -> Reward | list[float | UserCodeFailed]:
-        if isinstance(given, str):
-            return await self._ask(
-                self._request(prompt, completion=given), self._reward_of
-            )
-        texts = {index: text for index, text in enumerate(given) if text is not None}
-        rewards = await self._compare(prompt, texts)
-        return [rewards.get(index, 0.0) for index in range(len(given))]
+            if isinstance(given, str):
+                request = self._request(prompt, completion=given)
+                return await self._ask(request, self._reward_of)
+            texts = {
+                index: text for index, text in enumerate(given) if text is not None
+            }
+            rewards = await self._compare(prompt, texts)
+            return [rewards.get(index, 0.0) for index in range(len(given))]
 
     def gauges(self) -> dict[str, int]:
         return {

@@ -16,6 +16,7 @@ from asyncrl.extensions.scoring.scoring_roles import remote_caller, teacher_clie
 from asyncrl.extensions.scoring.scoring_rules import judge_of, reward_models, teachers
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.extensions.scoring.teacher_prompt import (
+    column_of,
     load_prompt_function,
     teacher_messages,
 )
@@ -64,13 +65,8 @@ def _check_column(column: str, key: str, task: PromptTask) -> None:
         item = task.prompt(index)
         where = f"{key}, prompt {index}"
         info = item.info if isinstance(item, Item) else {}
-        if column not in info:
-            raise ConfigError(
-                f"{where} has no column {column}; its columns besides prompt and answer are {[*info]}",
-                rule="teacher.prompt names a column of each row, or a function as module:function",
-                way_out="name one of them as teacher.prompt, or add the column.",
-            )
-        teacher_messages((), info[column], f"{where}, column {column}")
+        made = column_of(info, column, where)
+        teacher_messages((), made, f"{where}, column {column}")
 
 
 def _check_served_judge(judge: JudgeConfig) -> None:

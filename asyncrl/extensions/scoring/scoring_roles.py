@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,14 +21,15 @@ from asyncrl.engines.kinds import (
     maker_of,
 )
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.role_client import Annotation
+from asyncrl.engines.role_client import Annotation, least_busy
 from asyncrl.extensions.scoring.judge_config import JudgeConfig
-from asyncrl.extensions.scoring.policy_teacher import PolicyTeacher
+from asyncrl.extensions.scoring.policy_teacher import ask_policy
 from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_label
 from asyncrl.extensions.scoring.reward_model_config import (
     REWARD_BATCH_TOKENS,
     RewardModelConfig,
 )
+from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.scoring_rules import (
     judge_of,
     model_of,
@@ -50,8 +50,10 @@ from asyncrl.extensions.scoring.teacher_config import (
     TeacherConfig,
 )
 from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
+from asyncrl.launch.model_sizes import read_architecture
 from asyncrl.messages.worker_api import ChatTokenizer
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.scorer import ClientsOf
 
 JUDGE = "judge"
 REWARD = "reward"
@@ -87,37 +89,36 @@ def _policy_spec(order: ServerOrder) -> Body:
     return embedded_spec(order) | {"score_slots": order.role.read_slots}
 
 
-def policy_teachers(
-    config: RunConfig, engines: EnginePool, tokenizer: ChatTokenizer
+def teachings(
+    config: RunConfig,
+    engines: EnginePool,
+    clients_of: ClientsOf,
+    tokenizer: ChatTokenizer,
 ) -> Iterator[Annotation]:
-    """Yield the teachers that are the policy."""
+    """Yield what each teacher adds to rollouts."""
+    num_ids = 1 + max(tokenizer.vocabulary.values())
     for teacher in teachers(config):
-        if teacher.policy:
-            scoring = _scoring(teacher, config, tokenizer)
-            client = PolicyTeacher(engines, scoring)
-            yield Annotation(
-                client.annotate, by_group=scoring.reads_groups, gauges=client.gauges
-            )
-
-
-def _scoring(
-    teacher: TeacherConfig, config: RunConfig, tokenizer: ChatTokenizer | None = None
-) -> Scoring:
-    """Without a tokenizer, only for texts of a check."""
-    prompts = None
-    num_ids = 2**31
-    if tokenizer is not None:
-        num_ids = 1 + max(tokenizer.vocabulary.values())
+        prompts = None
         if teacher.prompt is not None:
             prompts = TeacherPrompts(teacher.prompt, config, tokenizer)
-    return Scoring(
-        TEACHER,
-        temperature=config.rollout.temperature,
-        top_k=config.algorithm.num_distill_ids,
-        num_ids=num_ids,
-        scores=teacher.scores,
-        prompts=prompts,
-    )
+        scoring = Scoring(
+            temperature=config.rollout.temperature,
+            top_k=config.algorithm.num_distill_ids,
+            num_ids=num_ids,
+            scores=teacher.scores,
+            prompts=prompts,
+            notes_version=teacher.policy,
+        )
+        copies = [one for one in clients_of(Teacher) if one.config == teacher]
+        ask = ask_policy(engines) if teacher.policy else partial(_ask_server, copies)
+        annotate = partial(scoring.annotate, ask)
+        yield Annotation(annotate, by_group=scoring.reads_groups, gauges=scoring.gauges)
+
+
+async def _ask_server(
+    copies: Sequence[Teacher], request: ScoreRequest
+) -> ScoreResponse:
+    return await least_busy(copies).score(request)
 
 
 def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
@@ -129,7 +130,10 @@ def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
         # vLLM samples one token behind each text.
         num_sampled=0 if teacher.is_embedded else 1,
     )
-    client = partial(_order_teacher, teacher)
+
+    def client(order: ServerOrder, caller: Caller) -> Teacher:
+        return teacher_client(teacher, order.config, caller, order.on_lost)
+
     maker = replace(maker_of(teacher.engine), client=client)
     if teacher.is_embedded:
         maker = ServerMaker(TEACHER_SERVER, _teacher_spec, client)
@@ -161,24 +165,18 @@ def _teacher_spec(order: ServerOrder) -> Body:
     return embedded_spec(order) | {"slots": 1, "score_slots": TEACHER_SLOTS}
 
 
-def _order_teacher(
-    teacher: TeacherConfig, order: ServerOrder, caller: Caller
-) -> Teacher:
-    return teacher_client(teacher, order.config, caller, order.on_lost, order.tokenizer)
-
-
 def teacher_client(
     teacher: TeacherConfig,
     config: RunConfig,
     caller: Caller,
     on_lost: Callable[[EngineLost], None] | None = None,
-    tokenizer: ChatTokenizer | None = None,
 ) -> Teacher:
     make = Teacher if teacher.is_embedded else ServedTeacher
     return make(
         caller,
-        _scoring(teacher, config, tokenizer),
+        teacher,
         max_length=config.rollout.max_length,
+        top_k=config.algorithm.num_distill_ids,
         on_lost=on_lost,
     )
 
@@ -221,16 +219,12 @@ def _judge_client(
     maker: ServerMaker, order: ServerOrder, caller: Caller
 ) -> ServedJudge:
     order = _with_own_tokenizer(order)
-    tokenizer = order.tokenizer
     engine = maker.client(order, caller)
     assert isinstance(engine, EngineClient)
     return ServedJudge(
         engine,
         caller,
-        lambda text: tokenizer.encode(
-            tokenizer.render([{"role": "user", "content": text}])
-        ),
-        tokenizer.decode,
+        order.tokenizer,
         places=order.role.slots,
         on_lost=order.on_lost,
     )
@@ -263,8 +257,7 @@ def _reward_role(config: RunConfig, model: RewardModelConfig) -> Role:
 
 
 def _reward_spec(model: RewardModelConfig, order: ServerOrder) -> Body:
-    text = (order.model_path / "config.json").read_text(encoding="utf-8")
-    architecture = json.loads(text)
+    architecture = read_architecture(ModelConfig(path=str(order.model_path)))
     return {
         "name": order.name,
         "model_path": str(order.model_path),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.run_config import key_of
@@ -37,8 +37,8 @@ def model_of(task: TaskConfig) -> RewardModelConfig | None:
 
 def reward_models(config: RunConfig) -> list[RewardModelConfig]:
     """Return the distinct reward models of all tasks."""
-    models = map(model_of, config.all_tasks)
-    return list(dict.fromkeys(model for model in models if model is not None))
+    models = filter(None, map(model_of, config.all_tasks))
+    return list(dict.fromkeys(models))
 
 
 def served_judges(config: RunConfig) -> list[JudgeConfig]:
@@ -66,20 +66,17 @@ def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
             "placement.teacher is for a teacher in a server of its own, without base_url and policy; set "
             "placement.teacher=auto"
         )
-    known = ", ".join(filter(None, config.tasks))
     # A single task is '' here, and may have a name.
-    named = {task.called: name for name, task in config.tasks.items()}
-    taught = Counter(
-        named.get(name, name)
-        for teacher in found
-        for name in dict.fromkeys(teacher.tasks or named)
-    )
-    for name in [*taught, *config.tasks] if found else ():
-        key = key_of("task", name)
-        if name not in config.tasks:
-            yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {known}"
-        elif taught[name] != 1:
-            yield f"{key} has {taught[name]} teachers; name each task in the teacher.tasks of one teacher"
+    known = [name or task.called for name, task in config.tasks.items()]
+    for name in chain.from_iterable(teacher.tasks or () for teacher in found):
+        if name not in known:
+            some = ", ".join(known)
+            yield f"teacher.tasks has {name}, which is not a task; remove it, or name some of: {some}"
+    for name in config.tasks if found else ():
+        num = sum(teacher.scores(name) for teacher in found)
+        if num != 1:
+            key = key_of("task", name)
+            yield f"{key} has {num} teachers; name each task in the teacher.tasks of one teacher"
     if any(teacher.policy for teacher in found) and config.rollout.engine != "embedded":
         yield (
             f"teacher.policy lets rollout engines score texts, which rollout.engine={config.rollout.engine} "

@@ -16,6 +16,7 @@ from asyncrl.extensions.scoring.judge import Judge, JudgeResponse
 from asyncrl.extensions.scoring.scoring_rules import judge_of
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.worker_api import ChatTokenizer
 from asyncrl.tasks.scorer import ClientsOf
 
 
@@ -26,19 +27,14 @@ class ServedJudge(RoleClient):
         self,
         engine: EngineClient,
         caller: Caller,
-        encode: Callable[[str], Sequence[int]],
-        decode: Callable[[Sequence[int]], str],
+        tokenizer: ChatTokenizer,
         *,
         places: int,
         on_lost: Callable[[EngineLost], None] | None = None,
     ) -> None:
-        """`encode` returns the ids of a chat with this text as the user's message,
-        `decode` the text of an answer.
-        """
         super().__init__(caller, places=places, on_lost=on_lost)
         self.engine = engine
-        self.encode = encode
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._numbers = itertools.count()
 
     def disconnect_nowait(self) -> None:
@@ -54,6 +50,11 @@ class ServedJudge(RoleClient):
 
     async def ready(self, timeout_s: float) -> EngineHealth:
         return await self.engine.ready(timeout_s)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the ids of a chat with this text as the user's message."""
+        chat = [{"role": "user", "content": text}]
+        return self._tokenizer.encode(self._tokenizer.render(chat))
 
     async def ask(
         self, text: str, *, max_tokens: int, temperature: float, seed: int
@@ -80,7 +81,7 @@ class ServedJudge(RoleClient):
         if part.finish_reason == "abort":
             raise EngineError(self.name, "ended a request early")
         return JudgeResponse(
-            text=self._decode(part.token_ids),
+            text=self._tokenizer.decode(part.token_ids),
             is_cut=part.finish_reason == "length",
             num_tokens=len(request.prompt_ids) + len(part.token_ids),
         )

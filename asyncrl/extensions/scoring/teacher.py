@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from pydantic import Field
@@ -17,8 +19,8 @@ from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.openai_scope import ASK_AGAIN_S, OpenAIScope, Read
 from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
-from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS
-from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts, is_one_answer
+from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS, TeacherConfig
+from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Prompt, Rollout, Trajectory
 from asyncrl.messages.tokens import (
@@ -30,6 +32,9 @@ from asyncrl.messages.tokens import (
     Values,
 )
 
+NAME = "teacher"
+VERSION = "teacher_version"
+"""Metric of a rollout: the policy_version of the weights that scored it."""
 BUSY = frozenset({429, 502, 503, 504})
 """Answers of a busy server, or of a proxy before it: the call is repeated."""
 MAX_PAUSE_S = 30.0
@@ -39,37 +44,30 @@ MAX_PAUSE_S = 30.0
 Ask = Callable[[ScoreRequest], Awaitable[ScoreResponse]]
 
 
+@dataclass(kw_only=True)
 class Scoring:
     """Asks a teacher about rollouts, and writes its answers as token columns. `num_ids`:
     the tokenizer's ids are below it. `scores`: whether it scores a task. `prompts`: None:
-    it reads the student's.
+    it reads the student's. `notes_version`: as a metric of the rollout.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        temperature: float,
-        top_k: int = 0,
-        num_ids: int = 2**31,
-        scores: Callable[[str], bool] = lambda _: True,
-        prompts: TeacherPrompts | None = None,
-    ) -> None:
-        self.name = name
-        self.temperature = temperature
-        self.top_k = top_k
-        self.num_ids = num_ids
-        self.scores = scores
-        self.prompts = prompts
-        self.num_scored = 0
-        self.num_untaught = 0
+    temperature: float
+    top_k: int = 0
+    num_ids: int = 2**31
+    scores: Callable[[str], bool] = lambda _: True
+    prompts: TeacherPrompts | None = None
+    notes_version: bool = False
+    num_scored: int = 0
+    num_untaught: int = 0
+    wait_s: float = 0.0
+    """Time of all questions together, with restarts and queues."""
 
     @property
     def reads_groups(self) -> bool:
         return self.prompts is not None and self.prompts.reads_groups
 
     def gauges(self) -> dict[str, float]:
-        gauges: dict[str, float] = {"teacher/tokens": self.num_scored}
+        gauges = {"teacher/tokens": self.num_scored, "teacher/wait_s": self.wait_s}
         if self.prompts is not None:
             gauges["teacher/untaught"] = self.num_untaught
         return gauges
@@ -79,31 +77,33 @@ class Scoring:
         ask: Ask,
         rollout: Rollout,
         prompt: Prompt,
-        siblings: Sequence[Rollout],
-    ) -> tuple[Rollout, list[int]]:
-        """Return the rollout with the columns of the teacher in each branch, and the
-        versions that scored; or unchanged if another teacher scores its task.
+        siblings: Sequence[Rollout] = (),
+    ) -> Rollout:
+        """Return the rollout with the columns of the teacher in each branch; or unchanged
+        if another teacher scores its task. Raises RolloutFailure (data) or EngineError.
         """
         if not self.scores(prompt.task):
-            return rollout, []
+            return rollout
         branches = list[Trajectory]()
-        versions = list[int]()
         ids = None
         if self.prompts is not None:
             ids = await self.prompts.ids(rollout, prompt, siblings)
             if ids is None:
                 self.num_untaught += 1
-                return tuple(map(_untaught, rollout)), []
-            assert is_one_answer(rollout), "no other has a teacher with teacher.prompt"
+                return tuple(map(_untaught, rollout))
+            assert len(rollout) == 1, "the settings refuse agents"
         for branch in rollout:
             request = self._request(branch, ids)
             if request is None:
                 branches.append(_untaught(branch))
                 continue
-            answer = await ask(request)
+            start_s = time.perf_counter()
+            try:
+                answer = await ask(request)
+            finally:
+                self.wait_s += time.perf_counter() - start_s
             branches.append(self._taught(branch, request, answer))
-            versions.append(answer.version)
-        return tuple(branches), versions
+        return tuple(branches)
 
     def _request(
         self, branch: Trajectory, ids: Sequence[int] | None
@@ -140,11 +140,11 @@ class Scoring:
         is_finite = np.isfinite(logprobs).all() and np.isfinite(top_logprobs).all()
         if not is_whole or not is_finite or not (logprobs <= LOGPROB_SLACK).all():
             raise EngineError(
-                self.name,
+                NAME,
                 f"answered {len(logprobs)} logprobs and {len(top_ids)} likeliest ids for "
                 f"{num_scored} tokens: {logprobs[:8].tolist()}",
                 rule=f"one finite logprob a token, none above 0, and {self.top_k} ids",
-                way_out=f"read {self.name}'s log.",
+                way_out=f"read {NAME}'s log.",
             )
         # Between the first and the last sampled token stand answers of tools and users,
         # which the teacher has scored along.
@@ -169,7 +169,11 @@ class Scoring:
             columns[DISTILL_IDS] = Ragged(top_ids[of_kept], sizes)
             columns[DISTILL_LOGPROBS] = Ragged(top_logprobs[of_kept], sizes)
         self.num_scored += int(branch.loss_mask.sum())
-        return replace(branch, tokens=branch.tokens.with_columns(columns))
+        metrics = dict(branch.metrics)
+        if self.notes_version:
+            metrics[VERSION] = float(answer.version)
+        tokens = branch.tokens.with_columns(columns)
+        return replace(branch, tokens=tokens, metrics=metrics)
 
 
 def _untaught(branch: Trajectory) -> Trajectory:
@@ -179,32 +183,26 @@ def _untaught(branch: Trajectory) -> Trajectory:
 
 
 class Teacher(RoleClient):
-    """Client of a teacher's server. `max_length`: tokens of the longest text."""
+    """Client of a teacher's server. `max_length`: tokens of the longest text. `top_k`: as
+    in its requests.
+    """
 
     def __init__(
         self,
         caller: Caller,
-        scoring: Scoring,
+        config: TeacherConfig,
         *,
         max_length: int = 0,
-        on_lost: Callable[[EngineLost], None] | None,
+        top_k: int = 0,
+        on_lost: Callable[[EngineLost], None] | None = None,
     ) -> None:
         # Twice the server's slots: the next requests arrive early.
         super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
+        self.config = config
         self._max_length = max_length
-        self._scoring = scoring
-        self.annotates_groups = scoring.reads_groups
+        self._top_k = top_k
 
-    def gauges(self) -> dict[str, float]:
-        return self._scoring.gauges() | {"teacher/wait_s": self.wait_s}
-
-    async def annotate(
-        self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout] = ()
-    ) -> Rollout:
-        taught, _ = await self._scoring.annotate(self._score, rollout, prompt, siblings)
-        return taught
-
-    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
         return await self.call("/score", request, ScoreResponse)
 
 
@@ -261,7 +259,7 @@ class ServedTeacher(Teacher):
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
-        request = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._scoring.top_k)
+        request = ScoreRequest(token_ids=[0, 0], start=1, top_k=self._top_k)
         while True:
             left_s = max(end_s - loop.time(), ASK_AGAIN_S)
             try:
@@ -280,30 +278,26 @@ class ServedTeacher(Teacher):
                     raise
             await asyncio.sleep(ASK_AGAIN_S)
 
-    async def _score(self, request: ScoreRequest) -> ScoreResponse:
-        clock = asyncio.get_running_loop().time
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        return await self.repeat(
+            "an answer to /v1/completions", partial(self._send, request)
+        )
 
-        async def send() -> ScoreResponse:
-            end_s = clock() + CALL_TIMEOUT_S
-            pause_s = ASK_AGAIN_S
+    async def _send(self, request: ScoreRequest) -> ScoreResponse:
+        """Return the answer of a server that may be busy. Raises EngineError."""
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + CALL_TIMEOUT_S
+        pause_s = ASK_AGAIN_S
+        async with self._scope.calls():
             while True:
                 try:
-                    async with self._scope.calls():
-                        return await self._post(request, CALL_TIMEOUT_S)
-                except EngineLost:
-                    raise
-                except EngineError as error:
-                    refusal = error.__cause__
-                    is_busy = (
-                        isinstance(refusal, CallRefused) and refusal.status in BUSY
-                    )
-                    if not is_busy or clock() + pause_s > end_s:
+                    return await self._post(request, CALL_TIMEOUT_S)
+                except CallRefused as refusal:
+                    if refusal.status not in BUSY or clock() + pause_s > end_s:
                         raise
                 # The call keeps its place, so that a busy server gets fewer calls.
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-        return await self.repeat("an answer to /v1/completions", send)
 
     async def _post(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
         """Ask the server for the logprobs of a text. Raises ConfigError for an answer

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from asyncrl.base.errors import (
     ConfigError,
     PromptUnusable,
     RewardFailure,
+    RolloutFailure,
     TaskError,
 )
 from asyncrl.base.user_code import UserCalls, load_function
@@ -22,7 +20,7 @@ from asyncrl.base.waits import waiting, within
 from asyncrl.config import RunConfig
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.messages.worker_api import ChatTokenizer, answer_text
-from asyncrl.tasks.rewards import UserCodeFailed, user_code
+from asyncrl.tasks.rewards import UserCodeFailed, copy_of, user_code
 from asyncrl.tasks.task import as_messages
 
 USAGE = "teacher_prompt(prompt, attempt, siblings)"
@@ -73,44 +71,34 @@ class TeacherPrompts:
         """Return the ids of the teacher's prompt, with the beginning of the answer; None:
         the function returned None. Raises PromptUnusable or RewardFailure.
         """
-        made = prompt.info.get(self._source)
-        if self._function is not None:
-            made = await self._call(rollout, prompt, siblings)
-            if made is None:
-                return None
-        elif self._source not in prompt.info:
-            raise self._unusable(
-                prompt, f"its row has no column {self._source}, only {[*prompt.info]}"
-            )
         try:
+            if self._function is None:
+                made = column_of(prompt.info, self._source, "its row")
+            elif (made := await self._call(rollout, prompt, siblings)) is None:
+                return None
             where = f"teacher.prompt={self._source}"
             messages = teacher_messages(prompt.messages, made, where)
             text = self._tokenizer.render(messages)
             ids = self._tokenizer.encode(text)
+            limit = self._config.rollout.max_prompt_tokens
+            if not 0 < len(ids) <= limit:
+                raise ConfigError(
+                    f"the teacher's prompt has {len(ids)} tokens",
+                    rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
+                    way_out="raise rollout.max_prompt_tokens, or write less for the teacher.",
+                )
+            return list(ids)
         except ConfigError as error:
-            raise self._unusable(prompt, error.what) from error
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id}: {error.what}",
+                rule=error.rule,
+                way_out=error.way_out,
+            ) from error
         except ValueError as error:
-            what = f"the chat template refuses the teacher's messages: {error}"
-            raise self._unusable(prompt, what) from error
-        limit = self._config.rollout.max_prompt_tokens
-        if not 0 < len(ids) <= limit:
-            raise self._unusable(
-                prompt,
-                f"the teacher's prompt has {len(ids)} tokens",
-                rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
-                way_out="raise rollout.max_prompt_tokens, or write less for the teacher.",
-            )
-        return list(ids)
-
-    def _unusable(
-        self,
-        prompt: Prompt,
-        what: str,
-        rule: str = "",
-        way_out: str = "correct the row or the function, or leave such prompts out of the task.",
-    ) -> PromptUnusable:
-        what = f"prompt {prompt.prompt_id}: {what}"
-        return PromptUnusable(what, rule=rule, way_out=way_out)
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id}: the chat template refuses the teacher's messages: {error}",
+                way_out="correct the row or the function, or leave such prompts out of the task.",
+            ) from error
 
     async def _call(
         self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
@@ -121,14 +109,25 @@ class TeacherPrompts:
         late = partial(
             UserCodeFailed, f"did not return within {limit_s} s (task.reward_timeout_s)"
         )
+        limit = partial(within, limit_s, late)
         shows_special = task.special_tokens == "visible"
         attempt, *others = (
             self._attempt(one, shows_special) for one in (rollout, *siblings)
         )
+
+        def call() -> object:
+            assert self._function is not None
+            with user_code():
+                return self._function(copy_of(prompt), attempt, others)
+
         try:
             with waiting("what the teacher reads", on=self._calls.name):
-                async with within(limit_s, late):
-                    return await self._calls.run(self._made(prompt, attempt, others))
+                made = await self._calls.in_thread(call, limit())
+                if isinstance(made, Awaitable):
+                    with user_code(asyncio.CancelledError, RolloutFailure):
+                        async with limit():
+                            made = await self._calls.run(made)
+                return made
         except UserCodeFailed as failure:
             raise RewardFailure(
                 f"{self._calls.name} {failure} for prompt {prompt.prompt_id}",
@@ -136,24 +135,6 @@ class TeacherPrompts:
                 way_out="correct the function.",
                 kind=failure.kind,
             ) from failure
-
-    async def _made(
-        self, prompt: Prompt, attempt: Attempt, others: Sequence[Attempt]
-    ) -> object:
-        assert self._function is not None
-        with user_code(asyncio.CancelledError):
-            # A copy: the function may change it, and the next call must not see that.
-            given = replace(prompt, info=copy.deepcopy(dict(prompt.info)))
-            called = asyncio.ensure_future(
-                asyncio.to_thread(self._function, given, attempt, others)
-            )
-            try:
-                made: object = await asyncio.shield(called)
-            except asyncio.CancelledError:
-                if not called.done():
-                    self._calls.left_running(called)
-                raise
-            return await made if isinstance(made, Awaitable) else made
 
     def _attempt(self, rollout: Rollout, shows_special: bool) -> Attempt:
         (branch,) = rollout
@@ -165,6 +146,17 @@ class TeacherPrompts:
             branch.is_truncated,
             branch.metrics,
         )
+
+
+def column_of(info: Mapping[str, object], column: str, where: str) -> object:
+    """Return what a row has for the teacher. Raises ConfigError."""
+    if column not in info:
+        raise ConfigError(
+            f"{where} has no column {column}; its columns besides prompt and answer are {[*info]}",
+            rule="teacher.prompt names a column of each row, or a function as module:function",
+            way_out="name one of them as teacher.prompt, or add the column.",
+        )
+    return info[column]
 
 
 def load_prompt_function(source: str) -> Callable[..., Any] | None:
@@ -198,10 +190,3 @@ def teacher_messages(student: Messages, made: object, where: str) -> Messages:
             way_out=way_out,
         )
     return (*student[:-1], *messages) if isinstance(made, str) else messages
-
-
-def is_one_answer(rollout: Rollout) -> bool:
-    """Return whether a rollout is one branch: a prompt, then sampled tokens only."""
-    (places,) = np.nonzero(rollout[0].loss_mask)
-    is_whole = len(places) > 0 and places[-1] - places[0] == len(places) - 1
-    return len(rollout) == 1 and bool(is_whole)

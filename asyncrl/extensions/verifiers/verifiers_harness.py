@@ -152,7 +152,10 @@ class VerifiersHarness:
             _refuse_late(trace, said, is_policy=trace.agent.name in self._seats)
         trained = [trace for trace in traces if trace.agent.trainable]
         for trace in trained:
-            _check_paid(trace, said)
+            if missing := [name for name, one in trace.rewards.items() if one is None]:
+                raise RewardFailure(
+                    f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
+                )
         timed_out = any(trace.stop_condition == AGENT_TIMEOUT for trace in traces)
         (first, *others) = traces
         if not others and first.agent.trainable:
@@ -183,14 +186,6 @@ class VerifiersHarness:
             roles=roles,
             untrained=tuple(frozen),
             timed_out=timed_out,
-        )
-
-
-def _check_paid(trace: Any, said: str) -> None:
-    """Raise RolloutFailure if a reward of a trace is missing."""
-    if missing := [name for name, reward in trace.rewards.items() if reward is None]:
-        raise RewardFailure(
-            f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
         )
 
 

@@ -57,7 +57,7 @@ def try_prompt(
     task = found.tasks[name]
     texts = [*_reference(settings, prompt), ""]
     rewards = try_reward(task, prompt, texts, settings.reward_weights)
-    source = f"{key}: the reward {settings.reward_text or settings.called}"
+    source = f"{key}: the reward {', '.join(settings.functions) or settings.called}"
     shown = {
         text[:60]: _shown(reward) for text, reward in zip(texts, rewards, strict=False)
     }
