@@ -122,10 +122,13 @@ class Offload:
     def _move_out(self, parts: Iterable[ModelPart]) -> TransferStats:
         started_s = time.perf_counter()
         moving = [one for one in parts if one not in self._copies]
+
+        def copied(moved: ModelPart) -> Copies:
+            locals_ = map(local_of, self._tensors_of(moved))
+            return copy_out(locals_, self._device, self._memory[moved])
+
         what = f"offload {_named(moving)}"
-        copies = self._together(
-            what, lambda: {one: self._copy_out(one) for one in moving}
-        )
+        copies = self._together(what, lambda: {one: copied(one) for one in moving})
         num_bytes = sum(free_storages(copied) for copied in copies.values())
         self._copies |= copies
         for one in moving:
@@ -143,7 +146,7 @@ class Offload:
             # host copies are untouched, so the call may be repeated.
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
             what = f"onload {_named(moving)}"
-            self._together(what, lambda: copy_back(copied), way_out)
+            self._together(what, lambda: copy_back(copied, self._device), way_out)
         except Refused:
             free_storages(copied)
             give_back(self._device)
@@ -168,10 +171,6 @@ class Offload:
         copies = [entry for copied in self._copies.values() for entry in copied]
         return content_in(copies, local)
 
-    def _copy_out(self, moved: ModelPart) -> Copies:
-        locals_ = map(local_of, self._tensors_of(moved))
-        return copy_out(locals_, self._device, self._memory[moved])
-
     def _together(
         self, what: str, move: Callable[[], T], way_out: str = "free host memory."
     ) -> T:
@@ -179,12 +178,7 @@ class Offload:
 
         def moved() -> T:
             try:
-                # Copies are asynchronous: only after they have run may a source be
-                # freed, or success reported to the other ranks.
-                result = move()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                return result
+                return move()
             except (OSError, MemoryError, RuntimeError) as error:
                 reason = f"{type(error).__name__}: {str(error)[:500]}"
                 failed = f"cannot {what} on rank {self._ranks.rank}: {reason}"
