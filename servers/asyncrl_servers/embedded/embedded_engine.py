@@ -101,7 +101,7 @@ class Engine:
             num_queued=len(scheduler.queued),
             tokens_generated=scheduler.num_generated,
             decode_s=self._decode_s,
-            kv_fraction=len(scheduler.rows) / scheduler.slots,
+            kv_fraction=len(scheduler.rows) / self.spec.slots,
             asleep=self.weights.asleep,
             note=self.runner.note,
         )
@@ -215,7 +215,7 @@ class Engine:
         # are gone right after.
         if self.weights.swapping is not None:
             self._finish_commit()
-        self._scheduler.forget_kept()
+        self._scheduler.rows.forget_kept()
         num_bytes = self.weights.free()
         if not self.spec.stays:
             # Graphs hold memory of the device, and addresses that are freed here.
@@ -257,7 +257,7 @@ class Engine:
         served = self.weights.begin_commit(request)
         if served is not None:
             # chunks were loaded while the cache was awake
-            self._scheduler.forget_kept()
+            self._scheduler.rows.forget_kept()
             answer.set_result(served)
             return
         # Answered by _finish_commit: now, or when the last row has ended.
