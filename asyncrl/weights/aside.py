@@ -135,7 +135,7 @@ class Aside:
             self._copies = copies
             self._memory.drop_pages()
             give_back(self._device)
-        return _stats(num_bytes, started_s)
+        return transfer_stats(num_bytes, started_s)
 
     def bring_back(self) -> TransferStats:
         """Fill the tensors again, bit for bit. Raises Refused (507)."""
@@ -150,7 +150,7 @@ class Aside:
         self._copies = []
         if self._device.type == "cpu":  # no second copy stays in the same memory
             self._memory.free()
-        return _stats(num_bytes, started_s)
+        return transfer_stats(num_bytes, started_s)
 
 
 def _refused(what: str, error: Exception) -> Refused:
@@ -162,5 +162,6 @@ def _refused(what: str, error: Exception) -> Refused:
     )
 
 
-def _stats(num_bytes: int, started_s: float) -> TransferStats:
+def transfer_stats(num_bytes: int, started_s: float) -> TransferStats:
+    """Return the stats of a transfer that ends now. `started_s`: of time.perf_counter."""
     return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)

@@ -27,6 +27,7 @@ from asyncrl.weights.aside import (
     free_storages,
     give_back,
     memory_beside,
+    transfer_stats,
 )
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ class Offload:
         for one in moving:
             self._memory[one].drop_pages()
         give_back(self._device)
-        return self._stats(num_bytes, started_s)
+        return transfer_stats(sum(self._ranks.gather(num_bytes)), started_s)
 
     def _move_in(self, parts: Iterable[ModelPart]) -> TransferStats:
         started_s = time.perf_counter()
@@ -155,7 +156,8 @@ class Offload:
             del self._copies[one]
             if self._device.type == "cpu":  # no second copy stays in the same memory
                 self._memory[one].free()
-        return self._stats(sum(len(data) for _, data in copied), started_s)
+        num_bytes = sum(len(data) for _, data in copied)
+        return transfer_stats(sum(self._ranks.gather(num_bytes)), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raise Refused if others have the device of some of `parts`."""
@@ -186,12 +188,6 @@ class Offload:
                 raise Refused(507, failed, rule=rule, way_out=way_out) from error
 
         return self._ranks.agree(moved)
-
-    def _stats(self, num_bytes: int, started_s: float) -> TransferStats:
-        all_bytes = sum(self._ranks.gather(num_bytes))
-        return TransferStats(
-            num_bytes=all_bytes, seconds=time.perf_counter() - started_s
-        )
 
 
 def _named(parts: Iterable[ModelPart]) -> str:
