@@ -22,7 +22,7 @@ from asyncrl.base.errors import OF_TRAIN, AsyncrlError, ConfigError, not_install
 from asyncrl.base.extensions import discover, extensions, load_place, rows
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.signals import usual_signals
-from asyncrl.config import JobConfig, RunConfig, load_any, load_config
+from asyncrl.config import JobConfig, load_any, load_config
 from asyncrl.config.extended import extensions_text, refuse_broken
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.config.load import job_forms, load_job, name_of_config, usage_hint
@@ -199,72 +199,44 @@ def init(
         typer.echo(line)
 
 
-@command()
-def run(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    run_dir: Annotated[
-        File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")
-    ] = None,
-    resume: Annotated[
-        str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")
-    ] = "auto",
-    allow_change: Annotated[
-        Texts, Option(help="Key or section that may change in a resumed run.")
-    ] = None,
-) -> None:
-    """Train. Start with trainer.num_groups, buffer.max_staleness and placement;
-    `asyncrl keys` describes all settings.
-
-    Exit codes: 0 done, 1 a part failed, 2 invalid configuration, 130 or 143
-    interrupted. Repeat with the same --run-dir to resume.
-
-    For example:
-      asyncrl run configs/quickstart.yaml --run-dir runs/mine
-      asyncrl run configs/quickstart.yaml buffer.max_staleness=0 trainer.num_steps=100
-    """
-    _train(RunConfig, config, overrides, run_dir, resume, allow_change)
-
-
-def _train(
-    form: type[JobConfig],
-    config: Path,
-    overrides: Texts,
-    run_dir: File,
-    resume: str,
-    allow_change: Texts,
-) -> None:
-    from asyncrl.launch.fork_server import serving
-
-    loaded = load_job(form, config, overrides or [], run_dir=run_dir)
-    with serving():  # imports for children run in parallel
-        with told_if_long("importing packages"):
-            from asyncrl.job.loop import run_job
-
-        code = run_job(
-            loaded,
-            run_dir,
-            name=name_of_config(config),
-            resume=resume,
-            allow_change=allow_change or [],
-        )
-    _exit(code)
-
-
 def _job_command(form: type[JobConfig]) -> Callable[..., None]:
-    """Return the command of another kind of job, with the options of `asyncrl run`."""
+    """Return the command of a kind of job, which is described by its settings."""
 
-    @functools.wraps(run)
-    def start(**given: Any) -> None:
-        _train(form, **given)
+    def start(
+        config: ConfigPath,
+        overrides: Overrides = None,
+        run_dir: Annotated[
+            File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")
+        ] = None,
+        resume: Annotated[
+            str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")
+        ] = "auto",
+        allow_change: Annotated[
+            Texts, Option(help="Key or section that may change in a resumed run.")
+        ] = None,
+    ) -> None:
+        from asyncrl.launch.fork_server import serving
+
+        loaded = load_job(form, config, overrides or [], run_dir=run_dir)
+        with serving():  # imports for children run in parallel
+            with told_if_long("importing packages"):
+                from asyncrl.job.loop import run_job
+
+            code = run_job(
+                loaded,
+                run_dir,
+                name=name_of_config(config),
+                resume=resume,
+                allow_change=allow_change or [],
+            )
+        _exit(code)
 
     start.__doc__ = form.__doc__
     return start
 
 
 for _form in job_forms().values():
-    if _form is not RunConfig:
-        command(_form.command)(_job_command(_form))
+    command(_form.command)(_job_command(_form))
 
 
 @command()

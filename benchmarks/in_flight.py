@@ -42,8 +42,9 @@ from safetensors.numpy import save_file
 
 from asyncrl.base.waits import run_in_thread
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
+from asyncrl.config import BufferConfig, TaskConfig
 from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from asyncrl.config import ScratchConfig
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.trainer.model.random_init import (
     SPECIAL_TOKENS,

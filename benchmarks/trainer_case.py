@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import ScratchConfig
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
 from asyncrl.messages.trainer_api import (
     BatchHeader,

@@ -42,8 +42,9 @@ from job_runs import RUN, ended, environment, read_lines, roomy, wait_until
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.config import RunConfig
 from asyncrl.config.load import checked
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node

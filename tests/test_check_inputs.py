@@ -24,8 +24,9 @@ from tiny_model import SHAPE
 
 from asyncrl import cli
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.config import RunConfig
 from asyncrl.config.load import all_keys, checked
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.trainer.model.model_trial import try_model
 from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from asyncrl.base.errors import CheckpointError
-from asyncrl.config import CheckpointConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.journal.checkpoint_folders import RECORDS, Checkpoints, set_aside
 
 

@@ -8,7 +8,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms import losses
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
-from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig, ScratchConfig
+from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.extensions.scoring.teacher import Scoring, Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.model_check import find_models
@@ -231,7 +231,7 @@ def test_losses_over_likeliest_tokens_equal_trls(
     loss.backward()
     algorithm = {"distill_weight": 0.3, "reward_weight": 0, "distill_top_k": top_k}
     step = make_step(algorithm=algorithm | settings, temperature=TEMPERATURE)
-    plan = replace(step.policy.plan, has_plain_head=has_plain_head)
+    plan = step.policy.plan._replace(has_plain_head=has_plain_head)
     monkeypatch.setattr(step.policy, "plan", plan)
     # Several slices of the vocabulary.
     monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 16)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import make_held_out, single_turn
 
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.messages.trainer_api import ExportResponse

@@ -19,7 +19,8 @@ from late_cases import Desk, Line
 
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
-from asyncrl.config import GeneratorConfig, Outcomes
+from asyncrl.config import GeneratorConfig
+from asyncrl.config.generator_config import Outcomes
 from asyncrl.messages import worker_api as shapes
 from asyncrl.messages.records import Outcome
 from asyncrl.testing.virtual_time import all_blocked, stand_still

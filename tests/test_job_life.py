@@ -37,7 +37,8 @@ from asyncrl.base.errors import ComponentError, ConfigError, JournalError
 from asyncrl.base.files import run_lock
 from asyncrl.base.signals import STOPS
 from asyncrl.base.user_code import run_loop
-from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
+from asyncrl.config import RunConfig, load_config, run_config_yaml
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.job import lifecycle
 from asyncrl.job import loop as job
 from asyncrl.job.agent_runtime import AgentRuntime

@@ -30,7 +30,8 @@ from launch_cases import (
 
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import PlacementConfig, RunConfig
+from asyncrl.config import RunConfig
+from asyncrl.config.placement_config import PlacementConfig
 from asyncrl.job.roles import EVAL_ENGINE, extra_models, extra_servers
 from asyncrl.launch import machine
 from asyncrl.launch.launchers import LocalLauncher

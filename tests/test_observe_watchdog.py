@@ -14,7 +14,7 @@ import pytest
 from late_cases import WATCHDOG_S, watched
 
 from asyncrl.base.errors import ComponentError
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.observe.watchdog import Reported, Watchdog
 
 

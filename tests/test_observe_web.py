@@ -23,7 +23,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import ObserveConfig
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.web import (

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from job_runs import write_config
 
 from asyncrl.base.errors import ConfigError, EngineLost
-from asyncrl.config import SupervisionConfig, load_config
+from asyncrl.config import load_config
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated

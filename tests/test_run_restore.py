@@ -41,7 +41,7 @@ from asyncrl.base.errors import (
     TrainerLost,
 )
 from asyncrl.base.http import Refused
-from asyncrl.config import CheckpointConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.trainer_recovery import (
     journaled_batches,

@@ -268,7 +268,7 @@ def test_head_is_a_log_softmax_over_supports(
     ]
     case = Case(header, changed(arrays, support=Ragged.of(lists, "<i4")))
     policy = world.rank(1.0, has_lora=False).policy
-    plan = replace(policy.plan, has_plain_head=has_plain_head)
+    plan = policy.plan._replace(has_plain_head=has_plain_head)
     monkeypatch.setattr(policy, "plan", plan)
     found, micro, _ = scores_of(policy, case)
     num_tokens = len(micro.target_U)

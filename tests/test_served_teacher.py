@@ -27,7 +27,8 @@ from vllm_process import SECRET, vllm_process
 
 from asyncrl.base.errors import ConfigError, EngineError
 from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.config import RunConfig
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.extensions.scoring.scoring_check import reach_teachers

@@ -19,7 +19,7 @@ from job_runs import ended, read_lines, start, wait_until, write_config
 from trackers_for_test import Hanging
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import ObserveConfig
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.trackers import MAX_WAITING, Background, TrackedRun, check_trackers
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from page_cases import make_sample
 
-from asyncrl.config import ObserveConfig
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe.trackers import Background, TrackedRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.extension("trackers")]

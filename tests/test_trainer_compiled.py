@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_model import STACKED, make_tiny_moe
 from torch import Tensor
+from torch._dynamo.utils import get_compilation_metrics
 from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,7 +103,7 @@ def test_compilation_after_the_first_step_warns_of_its_cause(
         compiled_layers.compiled(function)
         for function in (lambda x_N: 2 * x_N, torch.sqrt)
     )
-    meter = StepMeter(ONE_RANK, "float32", None, compiled_layers.compilations)
+    meter = StepMeter(ONE_RANK, "float32", None, get_compilation_metrics)
     found = list[list[str]]()
     for function, dtype in (
         (double, "float32"),

@@ -280,7 +280,7 @@ def test_policy_takes_no_step_while_the_critic_warms_up(make_step: MakeStep) -> 
     assert all(not torch.equal(heads[i], heads[i + 1]) for i in range(3))
     assert step.policy_version == 3
     # Warm-up does not change the optimizer, so the first step is as without one.
-    counts = {int(one["step"]) for one in step._optimizer.state.values()}
+    counts = {int(one["step"]) for one in step.trained.optimizer.state.values()}
     assert counts == {1}
 
 

@@ -15,7 +15,8 @@ from trainer_cases import MakeStep, gradient_of, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import LoraConfig, TrainerConfig
+from asyncrl.config import TrainerConfig
+from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.trainer.loss.objective import BatchNumbers
 from asyncrl.trainer.model.lora import ADAPTER, Adapters, find_targets
 from asyncrl.trainer.ranks.rank import TrainerRank

@@ -106,11 +106,14 @@ def train_in_order(step: TrainerRank, order: tuple[int, ...]) -> list[dict[str, 
     return metrics
 
 
+def all_trained(step: TrainerRank) -> list[Trained]:
+    return [step.trained] + ([step.critic.trained] if step.critic else [])
+
+
 def all_digests(step: TrainerRank) -> list[str]:
-    trained = [step._trained] + ([step.critic.trained] if step.critic else [])
     return [
         str({name: weight.tolist() for name, weight in one.masters.named.items()})
-        for one in trained
+        for one in all_trained(step)
     ]
 
 
@@ -205,8 +208,7 @@ def test_sum_of_parts_is_the_gradient_of_the_batch(
     for step, part_groups in ((whole, 0), (parted, 2)):
         header = whole_header.model_copy(update={"part_groups": part_groups})
         kept: dict[str, torch.Tensor] = {}
-        trained = [step._trained] + ([step.critic.trained] if step.critic else [])
-        for number, one in enumerate(trained):
+        for number, one in enumerate(all_trained(step)):
             keep_gradients(one, f"{number}/", kept)
         metrics = learned(step.train(header, arrays))
         gradients.append((kept, metrics))
@@ -235,7 +237,7 @@ def keep_gradients(one: Trained, prefix: str, kept: dict[str, torch.Tensor]) -> 
 def test_integers_are_those_of_exact_arithmetic(make_step: MakeStep) -> None:
     """Python's integers are the oracle."""
     step = make_step()
-    name, weight = next(iter(step._trained.masters.named.items()))
+    name, weight = next(iter(step.trained.masters.named.items()))
     rng = np.random.default_rng(0)
     sizes = [1, 7, 4096]
     grads = [
@@ -245,9 +247,9 @@ def test_integers_are_those_of_exact_arithmetic(make_step: MakeStep) -> None:
     for order in itertools.permutations(range(3)):
         for number in order:
             weight.grad = torch.from_numpy(grads[number].copy())
-            step._trained.parts.add(sizes[number])
+            step.trained.add_part(sizes[number])
             assert weight.grad is None
-        step._trained.parts.finish(sum(sizes))
+        step.trained.join_parts(sum(sizes))
         assert weight.grad is not None
         for index in [(0, 0), (3, 2), (-1, -1)]:
             whole = sum(
@@ -256,7 +258,7 @@ def test_integers_are_those_of_exact_arithmetic(make_step: MakeStep) -> None:
             )
             exact = whole / 2**PART_BITS / sum(sizes)
             assert float(weight.grad[index]) == np.float32(exact), name
-        step._trained.drop_gradient()
+        step.trained.drop_gradient()
 
 
 @pytest.mark.parametrize("broken", [1e30, float("nan"), float("inf"), -float("inf")])
@@ -466,7 +468,7 @@ def test_only_algorithms_that_compare_groups_are_trained_whole(
     kept: list[dict[str, torch.Tensor]] = [{}, {}]
     for gradients, part_groups in zip(kept, (0, 2), strict=True):
         step = make_step(**values)
-        keep_gradients(step._trained, "", gradients)
+        keep_gradients(step.trained, "", gradients)
         header = whole_header.model_copy(update={"part_groups": part_groups})
         step.train(header, arrays)
     for key, gradient in kept[0].items():

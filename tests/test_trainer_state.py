@@ -53,7 +53,8 @@ def test_loaded_trainer_continues_to_the_same_bits(
         "the weights that the model computes with are those of the masters"
     )
     assert (
-        step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
+        step.trained.optimizer.param_groups[0]["lr"]
+        == whole.trained.optimizer.param_groups[0]["lr"]
     )
 
 
@@ -91,20 +92,18 @@ def test_state_is_copied_beside_the_forward_pass(
     train_versions(step, 0, 1)
     at_save = step.weights_digest()
     copy = step._state._copy
-    change = step._optimizer.step
 
     def copy_late(*arguments: Any) -> dict[str, torch.Tensor]:
         assert forward_ran.wait(60), "the copy held up the forward pass"
         return copy(*arguments)
 
-    def change_now() -> None:
+    def change_now(*_: object) -> None:
         assert step._state.copying is not None
         changes.append(step._state.copying.done())
-        change()
 
     step.policy.register_forward_hook(lambda *_: forward_ran.set())
     step._state._copy = copy_late  # type: ignore[method-assign]
-    step._optimizer.step = change_now  # type: ignore[assignment]
+    step.trained.optimizer.register_step_pre_hook(change_now)
     pending = step.begin_save_state(tmp_path / "state")
     train_versions(step, 1, 2)
     pending.result()

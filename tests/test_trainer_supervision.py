@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from restored_cases import batch_at, weights_of
 
 from asyncrl.base.errors import ComponentError, TrainerError, TrainerLost
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import FirstStart, Server, Supervision, summary_of
 from asyncrl.messages.records import Batch

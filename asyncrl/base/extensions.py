@@ -11,15 +11,15 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from threading import get_ident
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from asyncrl import __version__
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, Message
 
 T = TypeVar("T")
 
@@ -58,8 +58,7 @@ class AddedField(Generic[T]):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class HarnessKind:
+class HarnessKind(NamedTuple):
     """A harness. The setting of its name in section `generator` chooses it.
 
     `place`: its class, made with (GeneratorConfig, is_worker=); raises ConfigError.
@@ -76,8 +75,7 @@ class HarnessKind:
     task_source: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ExportKind:
+class ExportKind(NamedTuple):
     """What `asyncrl export --NAME` writes instead of weights. `place`: a function with
     (run_dir, out, tell=) that returns the object of --json. `text`: of the option.
     """
@@ -86,8 +84,7 @@ class ExportKind:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class AddedEngine:
+class AddedEngine(NamedTuple):
     """A kind of engine servers. `facts`: place of its EngineCapabilities
     (config/engine_facts.py), which is imported with the settings. `maker`: place of its
     ServerMaker (engines/kinds.py). `preload`: module of its server, if that is forked
@@ -99,8 +96,7 @@ class AddedEngine:
     preload: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardKind:
+class RewardKind(NamedTuple):
     """A form of `task.reward`: a section with one key, the name of the kind.
 
     `form`: place of the section, a ScoredReward (config/fields.py). `scorer`: place of a
@@ -112,8 +108,7 @@ class RewardKind:
     scorer: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extension:
+class Extension(Message):
     """What an extension adds. A place is `module:name`.
 
     `about`: one sentence. `page`: file or address of its documentation. `extra`: the
@@ -155,25 +150,25 @@ class Extension:
     about: str
     page: str = ""
     extra: str = ""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    harnesses: Mapping[str, HarnessKind] = field(default_factory=dict)
-    task_sources: Mapping[str, str] = field(default_factory=dict)
-    launchers: Mapping[str, str] = field(default_factory=dict)
-    trackers: Mapping[str, str] = field(default_factory=dict)
-    listeners: Mapping[str, str] = field(default_factory=dict)
-    exports: Mapping[str, ExportKind] = field(default_factory=dict)
-    commands: Mapping[str, str] = field(default_factory=dict)
-    engines: Mapping[str, AddedEngine] = field(default_factory=dict)
+    fields: Mapping[str, str] = {}
+    refusals: Mapping[str, str] = {}
+    harnesses: Mapping[str, HarnessKind] = {}
+    task_sources: Mapping[str, str] = {}
+    launchers: Mapping[str, str] = {}
+    trackers: Mapping[str, str] = {}
+    listeners: Mapping[str, str] = {}
+    exports: Mapping[str, ExportKind] = {}
+    commands: Mapping[str, str] = {}
+    engines: Mapping[str, AddedEngine] = {}
     check: str = ""
     roles: str = ""
     columns: str = ""
     engine_role: str = ""
     annotations: str = ""
-    rewards: Mapping[str, RewardKind] = field(default_factory=dict)
+    rewards: Mapping[str, RewardKind] = {}
     metrics: str = ""
-    cures: Mapping[str, str] = field(default_factory=dict)
-    jobs: Mapping[str, str] = field(default_factory=dict)
+    cures: Mapping[str, str] = {}
+    jobs: Mapping[str, str] = {}
 
     def fields_of(self, section: str) -> Sequence[AddedField[Any]]:
         """Import the settings that are added to a section."""
@@ -194,8 +189,7 @@ class Extension:
         return added + [f"task.reward.{name}" for name in self.rewards]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Where an extension was found: `package` and `version` are of the distribution."""
 
     name: str
@@ -207,8 +201,7 @@ class Source:
         return f"{self.name} {self.version} of {self.package}"
 
 
-@dataclass(frozen=True, slots=True)
-class Discovery:
+class Discovery(NamedTuple):
     """`used`: extensions by name, sorted. `broken`: why others cannot be used. `off`:
     names that SWITCH leaves out; nothing of these extensions is imported.
     """

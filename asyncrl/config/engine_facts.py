@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCapabilities:
+class EngineCapabilities(NamedTuple):
     """Facts about an engine kind. `title`: its name in texts. `settings`: keys of
     `rollout` that only this kind reads.
     """

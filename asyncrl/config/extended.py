@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import eq
@@ -92,8 +91,8 @@ def extensions_text() -> Iterator[str]:
         elif name in found.off:
             yield f"    off: {SWITCH} does not name it"
         else:
-            rows = dataclasses.asdict(found.used[name])
-            rows["fields"] = found.used[name].keys()
+            extension = found.used[name]
+            rows = extension.model_dump() | {"fields": extension.keys()}
             for row, value in rows.items():
                 if value:
                     names = [value] if isinstance(value, str) else value

@@ -53,8 +53,3 @@ class GatewayConfig(FrozenConfig):
     (none = no limit)."""
     lease_timeout_s: PositiveFloat = 60.0
     """Timeout without a heartbeat, in seconds, until a worker's rollouts fail."""
-
-    @property
-    def honours_sampling(self) -> bool:
-        """Whether calls of a run may set their own cuts, bias and penalties."""
-        return self.on_sampling_override == "honour"

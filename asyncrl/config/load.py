@@ -8,10 +8,9 @@ import json
 import re
 import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -511,8 +510,7 @@ def _last_part(key: str) -> str:
     return re.sub("[-_]", "", key.rpartition(".")[2].lower())
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     name: str
     type: str
     default: str

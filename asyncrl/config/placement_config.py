@@ -50,11 +50,6 @@ def is_cpu(devices: Devices) -> bool:
     return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
 
 
-def _is_nodes(value: Any) -> bool:
-    is_written = isinstance(value, Mapping) and "nodes" in value
-    return is_written or isinstance(value, NodesConfig)
-
-
 @extended("placement")
 class PlacementConfig(FrozenConfig):
     """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation
@@ -91,9 +86,10 @@ class PlacementConfig(FrozenConfig):
         )
         # The union has str for ranges like 0-3, so pydantic by itself would take any
         # text, such as gpu0, and the mistake would show only when devices are assigned.
-        if not (
-            _is_nodes(value) or device_numbers(value) is not None or value in words
-        ):
+        is_nodes = isinstance(value, NodesConfig) or (
+            isinstance(value, Mapping) and "nodes" in value
+        )
+        if not (is_nodes or device_numbers(value) is not None or value in words):
             raise ValueError(
                 f"give {', '.join(words)}, a device number, a list like [0, 1] that names each once, a range "
                 "like 0-3, or a mapping like {nodes: 2, gpus: 8}, {nodes: all, gpus: all}"

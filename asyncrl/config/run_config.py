@@ -57,7 +57,16 @@ def _known_launcher(launcher: str) -> str:
 
 @extended("")
 class RunConfig(JobConfig):
-    """All settings of a run."""
+    """Train. Start with trainer.num_groups, buffer.max_staleness and placement;
+    `asyncrl keys` describes all settings.
+
+    Exit codes: 0 done, 1 a part failed, 2 invalid configuration, 130 or 143
+    interrupted. Repeat with the same --run-dir to resume.
+
+    For example:
+      asyncrl run configs/quickstart.yaml --run-dir runs/mine
+      asyncrl run configs/quickstart.yaml buffer.max_staleness=0 trainer.num_steps=100
+    """
 
     free_keys: ClassVar = ("launcher",)
     about: ClassVar = "reinforcement learning"
@@ -303,7 +312,9 @@ class RunConfig(JobConfig):
     @property
     def uses_supports(self) -> bool:
         """Whether trained calls may have a support. Some engines must be told at their start."""
-        has_cuts = self.rollout.sampling.is_cut or self.gateway.honours_sampling
+        # Calls may set their own cuts with honour.
+        may_cut = self.gateway.on_sampling_override == "honour"
+        has_cuts = self.rollout.sampling.is_cut or may_cut
         return has_cuts and self.rollout.facts.reports_supports
 
     def conflicts(self) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import PositiveFloat
 
@@ -12,8 +11,7 @@ from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import Interrupt, TransportName
 
 
-@dataclass(frozen=True, slots=True)
-class TransportCapabilities:
+class TransportCapabilities(NamedTuple):
     """Facts about a transport. By default, all weights are one file in shared memory."""
 
     sends_adapters: bool = False

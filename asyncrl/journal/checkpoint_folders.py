@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import CheckpointDamaged, CheckpointError
 from asyncrl.base.files import replace_folder, settle_folder, sha256_of, sync, sync_tree
-from asyncrl.config import CheckpointConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig
 
 CONTROLLER = "controller.json"
 TRAINER = "trainer"

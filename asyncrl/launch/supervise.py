@@ -16,7 +16,7 @@ from asyncrl.base import errors
 from asyncrl.base.errors import ComponentError, NodeLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import note_span, waiting
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.launch.processes import Process
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth

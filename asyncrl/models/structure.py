@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,7 @@ MODEL_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError
 """What the code of a model raises if it cannot run as requested."""
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """`mixers`: names of the modules that mix tokens by themselves; `kinds`: all kinds
     of attention.
     """

@@ -8,12 +8,11 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from itertools import groupby
 from statistics import fmean, pstdev
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -30,8 +29,7 @@ KINDS: Mapping[GaugeKind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Gauge:
+class Gauge(NamedTuple):
     """A metric. `meaning`: a whole sentence, the caption of its chart."""
 
     kind: GaugeKind
@@ -128,8 +126,7 @@ class Totals:
         return {name: self._totals[name] for name in counted}
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
+class SpecialTokens(NamedTuple):
     """`end_ids` end a turn; `stray_ids` have no place inside an answer."""
 
     end_ids: frozenset[int] = frozenset()

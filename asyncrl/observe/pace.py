@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 from asyncrl.algorithms.registry import AGE_AT_NO_PRICE, slow_with_age
 from asyncrl.base.extensions import load_place, rows
@@ -46,8 +46,7 @@ LOSSES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """The shares of the time, and cures. A cure names a setting whose limit the numbers
     show.
 

@@ -191,7 +191,9 @@ def view_run(run_dir: str | Path, most_bytes: int = MAX_PACKED_BYTES) -> dict[st
         "time_s": curves.get("time_s", [0.0] * num_points),
         "curves": curves,
         "evaluations": files.evaluation_lines,
-        "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
+        "gauges": {
+            name: gauge._asdict() for name in curves if (gauge := gauge_of(name))
+        },
         "timeline": timeline_view(read_timeline(folder, files.problems)),
         "samples": older[::every] + files.samples[-NUM_SAMPLES:],
         "num_samples": len(files.samples),

@@ -11,10 +11,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from asyncrl.base.errors import (
     CallbackError,
@@ -48,8 +47,7 @@ SENT_FILE = "trackers.json"
 Metrics = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedRun:
+class TrackedRun(NamedTuple):
     """`config`: plain values of config.yaml; `run_id`: the same over resumes; `warn`:
     from any thread; `model`: name of the policy.
     """

@@ -254,8 +254,7 @@ class _Finding(NamedTuple):
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-@dataclass(frozen=True, slots=True)
-class _Evidence:
+class _Evidence(NamedTuple):
     steps: Steps
     config: RunConfig
     run_dir: Path

@@ -11,11 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.base.errors import ComponentError
 from asyncrl.base.user_code import place_of
 from asyncrl.base.waits import open_waits, task_stacks, waits_of_tasks
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 
 log = logging.getLogger("asyncrl.watchdog")
 
@@ -24,8 +25,7 @@ MAX_BLOCKED_S = 30.0
 """The loop's own work takes milliseconds, imports on a busy machine seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(NamedTuple):
     """`marks`: counters; any change is progress. `oldest`: (rollout, seconds since its
     start), oldest first. `is_starting`: a process is restarting, within its own limits.
     """

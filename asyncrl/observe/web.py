@@ -31,8 +31,8 @@ from asyncrl import __version__
 from asyncrl.agents.endpoint.gateway import AppServer
 from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import write_whole
-from asyncrl.config import ObserveConfig
 from asyncrl.config.eval_config import PARTS_OF_EVALS
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe.metrics import Gauge, gauge_of
 from asyncrl.observe.report_page import Page, make_page, render
 from asyncrl.observe.run_dir import STATUS_FILE

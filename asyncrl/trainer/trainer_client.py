@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import Signal, run_in_thread, waiting
-from asyncrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TrainerPart, TransferStats, TransportName

@@ -30,8 +30,8 @@ def memory_beside(device: torch.device, folder: Path) -> HostMemory:
 def copy_out(
     tensors: Iterable[Tensor], device: torch.device, memory: HostMemory
 ) -> Copies:
-    """Begin to copy the storages of local tensors on `device` into `memory`. Raises
-    MemoryError, OSError and RuntimeError.
+    """Copy the storages of local tensors on `device` into `memory`. Raises MemoryError,
+    OSError and RuntimeError.
     """
     found = dict[int, torch.UntypedStorage]()
     for tensor in tensors:
@@ -49,18 +49,27 @@ def copy_out(
         copy = piece[: storage.nbytes()]
         copy.copy_(_bytes_of(storage), non_blocking=True)
         copies.append((storage, copy))
+    _settle(device)
     return copies
 
 
-def copy_back(copies: Copies) -> None:
-    """Begin to fill the storages again. Raises RuntimeError."""
+def copy_back(copies: Copies, device: torch.device) -> None:
+    """Fill the storages again. Raises RuntimeError."""
     for storage, data in copies:
         storage.resize_(len(data))
         _bytes_of(storage).copy_(data, non_blocking=True)
+    _settle(device)
+
+
+def _settle(device: torch.device) -> None:
+    # Copies are asynchronous: only after they have run may a source be freed, or success
+    # reported to others.
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def free_storages(copies: Copies) -> int:
-    """Free the storages whose copies have ended; return their bytes."""
+    """Free the storages that were copied; return their bytes."""
     for storage, _ in copies:
         storage.resize_(0)
     return sum(len(data) for _, data in copies)
@@ -120,22 +129,20 @@ class Aside:
                     if not tensor.untyped_storage().resizable():
                         tensor.data = tensor.data.clone()
                 copies = copy_out(moved, self._device, self._memory)
-                self._wait()
             except (OSError, MemoryError, RuntimeError) as error:
                 raise _refused("leave its device", error) from error
             num_bytes = free_storages(copies)
             self._copies = copies
             self._memory.drop_pages()
             give_back(self._device)
-        return _stats(num_bytes, started_s)
+        return transfer_stats(num_bytes, started_s)
 
     def bring_back(self) -> TransferStats:
         """Fill the tensors again, bit for bit. Raises Refused (507)."""
         started_s = time.perf_counter()
         num_bytes = sum(len(data) for _, data in self._copies)
         try:
-            copy_back(self._copies)
-            self._wait()
+            copy_back(self._copies, self._device)
         except RuntimeError as error:
             free_storages(self._copies)
             give_back(self._device)
@@ -143,12 +150,7 @@ class Aside:
         self._copies = []
         if self._device.type == "cpu":  # no second copy stays in the same memory
             self._memory.free()
-        return _stats(num_bytes, started_s)
-
-    def _wait(self) -> None:
-        # Copies are asynchronous: a source may be freed only after they have run.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return transfer_stats(num_bytes, started_s)
 
 
 def _refused(what: str, error: Exception) -> Refused:
@@ -160,5 +162,6 @@ def _refused(what: str, error: Exception) -> Refused:
     )
 
 
-def _stats(num_bytes: int, started_s: float) -> TransferStats:
+def transfer_stats(num_bytes: int, started_s: float) -> TransferStats:
+    """Return the stats of a transfer that ends now. `started_s`: of time.perf_counter."""
     return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)

@@ -18,9 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from safetensors.torch import save_file
@@ -128,7 +127,7 @@ def whole_tensors(
         # Cast, gather, move: a cast to bfloat16 halves the bytes of the other two. to()
         # with both dtype and device would cast on the CPU.
         whole = (
-            _gathered(tensor.detach().to(_export_dtype(tensor, dtype)))
+            gathered_tensor(tensor.detach().to(_export_dtype(tensor, dtype)))
             .to(device)
             .contiguous()
         )
@@ -138,7 +137,8 @@ def whole_tensors(
         )
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+def gathered_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a rank's shard. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -161,7 +161,7 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
     """Take part in the writing rank's gathering."""
     for tensor in weights.values():
         if isinstance(tensor, DTensor):
-            _gathered(tensor.to(_export_dtype(tensor, dtype)))
+            gathered_tensor(tensor.to(_export_dtype(tensor, dtype)))
 
 
 def export_weights(
@@ -269,8 +269,7 @@ def chunks_of(
     return [weights.only(names) for names in chunks]
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerEnd:
+class TrainerEnd(NamedTuple):
     """`is_file_wanted`: for evaluation. `store`: ADDRESS:PORT of rank 0's store, for
     several nodes.
     """
@@ -283,8 +282,7 @@ class TrainerEnd:
     store: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(NamedTuple):
     """Weights of `version`: all with adapters merged, and only adapters. Calling
     `adapters` gathers them.
     """

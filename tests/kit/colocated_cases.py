@@ -19,8 +19,8 @@ from token_cases import trajectory_of
 from asyncrl.base.errors import ComponentError, EngineLost, ErrorBody
 from asyncrl.base.http import CallRefused
 from asyncrl.base.waits import TimedSpan, listen_to_spans
-from asyncrl.config import SupervisionConfig
 from asyncrl.config.rollout_config import EngineRange
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.role_client import RoleClient

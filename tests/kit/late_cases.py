@@ -16,7 +16,7 @@ from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import waiting
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.messages import worker_api as shapes
 from asyncrl.messages.records import Outcome
 from asyncrl.observe.watchdog import Reported, Watchdog

@@ -11,7 +11,8 @@ import yaml
 from job_runs import write_config
 from scoring_cases import make_decoder
 
-from asyncrl.config import ScratchConfig, load_config, run_config_yaml
+from asyncrl.config import load_config, run_config_yaml
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.job.run_export import export_run
 from asyncrl.journal.checkpoint_folders import write_manifest
 from asyncrl.trainer.model.model_folder import ModelPin

@@ -28,7 +28,7 @@ from torch import Tensor
 from trainer_cases import batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError, find_fatal
-from asyncrl.config import LoraConfig
+from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.trainer.loss.packing import micro_batches
 from asyncrl.trainer.model.build_model import plan_of
 from asyncrl.trainer.model.lora import Adapters

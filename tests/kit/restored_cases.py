@@ -14,7 +14,7 @@ from journal_cases import (
     open_journal,
 )
 
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.trainer_recovery import (
     SupervisedTrainer,

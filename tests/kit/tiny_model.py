@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config import ScratchConfig
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
 
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:+-*=?\n"

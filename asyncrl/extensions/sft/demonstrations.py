@@ -9,9 +9,9 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 import numpy as np
 import xxhash
@@ -124,8 +124,7 @@ class InexactError(ValueError):
     """The borders of an answer are not borders of tokens, or unknown."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Demonstrations:
+class Demonstrations(NamedTuple):
     """Rows as tokens. The tokens of answers count as sampled, under version 0."""
 
     rows: tuple[Tokens, ...]
@@ -220,8 +219,7 @@ def read_demonstrations(
     return Demonstrations(tuple(found), num_skipped, num_endless)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """A chat whose messages with the numbers `answers` are learned."""
 
     chat: Chat
@@ -299,7 +297,7 @@ def _way_out(row: _Row, *, is_inexact: bool) -> str:
     for name in sorted(row.tokenizer.variables):
         for value in (False, True) if "think" in name else ():
             with suppress(ValueError):
-                _tokens(replace(row, settings={name: value}))
+                _tokens(row._replace(settings={name: value}))
                 return (
                     f"set model.chat_template_kwargs: {{{name}: {json.dumps(value)}}}."
                 )
@@ -489,8 +487,7 @@ def _end_of_turn(
 # ---- the order of rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DemonstrationFeed:
+class DemonstrationFeed(NamedTuple):
     """The batch of each version, a function of the seed only: a resume needs no state.
 
     Example: 5 rows, 2 a step. Versions 0, 1, 2 have 2, 2 and 1 rows of the first epoch.

@@ -8,10 +8,11 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.base.waits import span
 from asyncrl.extensions.sft.demonstrations import (
@@ -41,8 +42,7 @@ from asyncrl.tasks.sources import DATA_PIN, DataPin
 from asyncrl.trainer.model.model_folder import ModelPin
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SftData:
+class SftData(NamedTuple):
     train: Demonstrations
     held_out: Demonstrations | None
     model_path: Path
@@ -136,7 +136,7 @@ class SftJob(TrainingJob):
         known = super().reported()
         # A held-out measurement may take longer than watchdog_s.
         measured = {"evaluation/ended": self.num_measured}
-        return replace(known, marks={**known.marks, **measured})
+        return known._replace(marks={**known.marks, **measured})
 
     async def restore(self) -> None:
         version, feed = self.point.version, self.data.feed

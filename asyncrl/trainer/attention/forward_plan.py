@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -247,7 +246,7 @@ def find_plan(model: PreTrainedModel) -> ForwardPlan:
         mixers = find_structure(model).mixers
         classes = tuple({type(model.get_submodule(name)) for name in mixers})
         plan = ForwardPlan(True, has_plain_head, classes, border)
-        short_plan = replace(plan, border=short_border)
+        short_plan = plan._replace(border=short_border)
         reasons = [
             _compare(short, short_plan, side) for side in _sides(texts, short_border)
         ]

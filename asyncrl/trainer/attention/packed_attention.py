@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -142,7 +142,7 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
         return
     edges = np.flatnonzero(np.diff(is_long, prepend=False, append=False)).tolist()
     for start, end in zip(edges[::2], edges[1::2], strict=True):
-        yield replace(piece, query=piece.query + start, num_queries=end - start)
+        yield piece._replace(query=piece.query + start, num_queries=end - start)
 
 
 def _call(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,7 @@ pass.
 """
 
 
-@dataclass(frozen=True)
-class TokenRange:
+class TokenRange(NamedTuple):
     """Tokens [start, start + length) are read; token `length` is only predicted."""
 
     trajectory: int
@@ -41,8 +41,7 @@ class TokenRange:
     num_loss: int
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     query: int
     num_queries: int
     key: int
@@ -57,8 +56,7 @@ class Piece:
         return np.arange(self.key, self.key + self.num_keys)
 
 
-@dataclass(frozen=True)
-class KernelPass:
+class KernelPass(NamedTuple):
     pieces: tuple[Piece, ...]
     is_causal: bool
 

@@ -6,7 +6,6 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -201,9 +200,9 @@ def part_table(units: Sequence[Unit], group_B: Tensor) -> tuple[Tensor, Tensor]:
     names = sorted({name for row in rows for name in row})
     absent = RewardPart(None)
     table = [[row.get(name, absent) for row in rows] for name in names]
-    values = [[math.nan if p.value is None else p.value for p in row] for row in table]
-    weights = [[part.weight for part in row] for row in table]
-    value_KB, weight_KB = torch.tensor([values, weights], dtype=torch.float64)
+    # numpy reads None as NaN.
+    table_KB2 = torch.from_numpy(np.array(table, np.float64))
+    value_KB, weight_KB = table_KB2.permute(2, 0, 1).contiguous()
     return value_KB, weight_KB
 
 
@@ -263,8 +262,7 @@ class BatchNumbers:
         return joined
 
 
-@dataclass(frozen=True)
-class StepNumbers:
+class StepNumbers(NamedTuple):
     """Numbers of one optimizer step: a weight, a correction and a mask per token. The
     loss is a mean over `size` tokens or sequences.
     """
@@ -380,16 +378,15 @@ class Objective:
 
     def _compared(self, units: Sequence[Unit], reward_B: Tensor) -> Tensor:
         """Return the advantage of each unit, float32 [B]."""
-        if not self.spec.algorithms:
-            return self._advantages[""](units, reward_B)
         advantage_B = torch.zeros(len(units))
         places = dict[str, list[int]]()
         for place, unit in enumerate(units):
-            places.setdefault(unit.task, []).append(place)
+            task = unit.task if self.spec.algorithms else ""
+            places.setdefault(task, []).append(place)
         for name, place_U in places.items():
             own = [units[place] for place in place_U]
             of_task = self._advantages[name](own, reward_B[place_U])
-            advantage_B[place_U] = of_task * self.spec.weights[name]
+            advantage_B[place_U] = of_task * self.spec.weights.get(name, 1.0)
         return advantage_B
 
     def _estimate(

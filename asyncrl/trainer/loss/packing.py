@@ -43,8 +43,7 @@ NOT_ALLOWED = -1e30
 ANY = -1
 
 
-@dataclass(frozen=True)
-class AllowedSets:
+class AllowedSets(NamedTuple):
     """K token sets as bits, uint8 [K, B], lowest bit first. `set_N` int32 [N]: each
     token's set, or ANY.
     """
@@ -53,8 +52,7 @@ class AllowedSets:
     set_N: npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class AllowedRows:
+class AllowedRows(NamedTuple):
     """Sets of the tokens `row_R`: `set_R` int64 indexes `bits_KB`."""
 
     bits_KB: Tensor
@@ -150,8 +148,7 @@ class LogitSets(NamedTuple):
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """FLOPs relative to a token in all linear layers."""
 
     key: float
@@ -378,8 +375,7 @@ def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bi
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S
     sequences, U pairs; int64.
 
@@ -473,8 +469,7 @@ def cut_parts(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, To
     return found
 
 
-@dataclass(frozen=True)
-class PackRules:
+class PackRules(NamedTuple):
     """What may share a micro-batch of `max_tokens` (0: one sequence).
 
     `border`: sequences of more tokens and of fewer are apart. Each

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -124,15 +124,14 @@ class StepMeter:
                 device_name,
                 dtype,
             )
-        self._idle_s = self._ended_s = math.nan
+        self._ended_s = math.nan
         self._whole_at_s = math.inf
         self.start()
 
     def start(self) -> None:
-        self._started_s = time.perf_counter()
-        self._idle_s = self._started_s - self._ended_s
-        self._pauses = list[list[float]]()
-        """Start and end of each wait for the next part."""
+        self._work = list[list[float]]()
+        """Start and end of the work on each part; the end is infinite until it is known."""
+        self.resume()
         self._stamps: list[tuple[Phase, Any]] = []
         self._num_tokens = 0
         self._flops = 0.0
@@ -141,11 +140,12 @@ class StepMeter:
     def pause(self) -> None:
         """Mark the end of a part of the batch, after which the rank may wait."""
         self.enter("")
-        now_s = time.perf_counter()
-        self._pauses.append([now_s, now_s])
+        self._work[-1][1] = time.perf_counter()
 
     def resume(self) -> None:
-        self._pauses[-1][1] = time.perf_counter()
+        # Without the work on a part that was refused.
+        ended = [work for work in self._work if work[1] < math.inf]
+        self._work = [*ended, [time.perf_counter(), math.inf]]
 
     def note_whole(self) -> None:
         """Mark that the batch is whole, from any thread."""
@@ -186,19 +186,16 @@ class StepMeter:
         parts = self._ranks.gather(own)
         num_tokens, flops, host_bytes, device_bytes = zip(*parts, strict=True)
         now_s = time.perf_counter()
-        paused_s = self._paused_s(now_s)
-        train_s = now_s - self._started_s - paused_s
+        train_s = self._worked_s(now_s)
         device_s = train_s * self._ranks.size
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
         if self._compilations is not None:
             metrics["perf/compile_s"] = self._compile_s(self._compilations())
         metrics["perf/train_s"] = train_s
-        if self._pauses:
-            whole_s = max(self._started_s, min(now_s, self._whole_at_s))
-            early_s = whole_s - self._started_s - self._paused_s(whole_s)
-            metrics["perf/early_s"] = early_s
-        if math.isfinite(self._idle_s):
-            metrics["perf/idle_s"] = self._idle_s + paused_s
+        if len(self._work) > 1:
+            metrics["perf/early_s"] = self._worked_s(min(now_s, self._whole_at_s))
+        if math.isfinite(self._ended_s):
+            metrics["perf/idle_s"] = now_s - self._ended_s - train_s
         metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s
         if self._cuda is not None:
             metrics["perf/device_memory_bytes"] = float(max(device_bytes))
@@ -208,9 +205,9 @@ class StepMeter:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
         return metrics
 
-    def _paused_s(self, until_s: float) -> float:
+    def _worked_s(self, until_s: float) -> float:
         return sum(
-            max(0.0, min(end_s, until_s) - start_s) for start_s, end_s in self._pauses
+            max(0.0, min(end_s, until_s) - start_s) for start_s, end_s in self._work
         )
 
     def end(self) -> None:
@@ -269,10 +266,9 @@ class Gap(NamedTuple):
 
 
 def measure_gaps(
-    current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]
+    gap_M: npt.NDArray[np.float64], engine_M: npt.NDArray[np.int16]
 ) -> list[Gap]:
     """Return the gap of all M fresh tokens, then of each engine."""
-    gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
     parts: dict[int | None, npt.NDArray[np.float64]] = (
         {None: gap_M} if len(gap_M) else {}
     )
@@ -350,20 +346,10 @@ def policy_metrics(
     }
 
 
-class TrainedLine(TypedDict):
-    """A step's line, as above. `trajectories`: their ids, reward, counts and spans."""
-
-    version: int
-    min_version: int
-    loss: float | None
-    num_loss_tokens: int
-    trajectories: list[dict[str, object]]
-
-
 def trained_line(
     header: BatchHeader, arrays: Tokens, has_loss: BoolN, loss: float
-) -> TrainedLine:
-    """Return a step's line. `has_loss` bool [N]: after masks."""
+) -> dict[str, Any]:
+    """Return a step's line, as above. `has_loss` bool [N]: after masks."""
     # Counts of a trajectory from sums over the whole batch: a numpy call for each
     # trajectory would cost a small model more than its optimizer step.
     sampled_before = np.append(0, np.cumsum(arrays.is_sampled)).tolist()
@@ -426,7 +412,7 @@ class RecordWriter:
         self._waiting = list[str]()
         self._is_begun = False
 
-    def note(self, line: TrainedLine) -> None:
+    def note(self, line: Mapping[str, Any]) -> None:
         """Note a step. A new process notes first that earlier lines are repeated."""
         if not self._is_begun:
             self.note_restored(line["version"])

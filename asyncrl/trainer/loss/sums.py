@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from asyncrl.trainer.loss import step_metrics
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N, Stats
 from asyncrl.trainer.loss.packing import MicroBatch
 from asyncrl.trainer.loss.step_metrics import Gap
-from asyncrl.trainer.model.policy import Scores
 from asyncrl.trainer.ranks.ranks import Ranks
 
 MicroLoss = tuple[Tensor, Stats]
@@ -23,20 +23,19 @@ MicroLoss = tuple[Tensor, Stats]
 
 
 class ValueLoss(NamedTuple):
-    """The critic's mean loss over `size` tokens, and the share of clipped ones."""
+    """The critic's mean loss over `size` tokens, and the share of clipped ones. Without a
+    critic the size is 0.
+    """
 
-    size: int
-    loss: float
-    clipped: float
+    size: int = 0
+    loss: float = 0.0
+    clipped: float = 0.0
 
     @staticmethod
-    def join(parts: Sequence[ValueLoss | None]) -> ValueLoss | None:
-        own = [part for part in parts if part is not None]
-        if not own:
-            return None
-        size = sum(part.size for part in own)
-        loss = sum(part.size * part.loss for part in own) / size
-        clipped = sum(part.size * part.clipped for part in own) / size
+    def join(parts: Sequence[ValueLoss]) -> ValueLoss:
+        size = sum(part.size for part in parts)
+        loss = sum(part.size * part.loss for part in parts) / max(size, 1)
+        clipped = sum(part.size * part.clipped for part in parts) / max(size, 1)
         return ValueLoss(size, loss, clipped)
 
 
@@ -55,7 +54,7 @@ class StepSums:
     loss: float
     stats: Counter[str]
     gaps: list[Gap] = field(default_factory=list)
-    value_loss: ValueLoss | None = None
+    value_loss: ValueLoss = ValueLoss()
     grad_norm: float = math.nan
 
     @classmethod
@@ -111,19 +110,20 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def gather_scores(
-    outputs: Sequence[tuple[MicroBatch, Scores]], num_tokens: int, ranks: Ranks
-) -> tuple[Float32N, Float32N]:
-    """Return logprobs and entropies of all ranks, float32 [N], 0 without loss. Waits
-    for the device.
+def gather_tokens(
+    outputs: Sequence[tuple[MicroBatch, Sequence[Tensor]]],
+    shape: tuple[int, int],
+    ranks: Ranks,
+) -> npt.NDArray[np.float32]:
+    """Return K values of each token of all ranks, float32 [K, N], 0 without loss.
+    `outputs`: K tensors [M] of each micro-batch. Waits for the device.
     """
-    logprobs_N = np.zeros(num_tokens, np.float32)
-    entropies_N = np.zeros(num_tokens, np.float32)
-    for micro, scores in outputs:
-        logprobs_N[micro.source_M] = scores.logprob_M.cpu().numpy()
-        entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
-    ranks.add_up(logprobs_N, entropies_N)
-    return logprobs_N, entropies_N
+    values_KN = np.zeros(shape, np.float32)
+    for micro, tensors in outputs:
+        for value_N, tensor_M in zip(values_KN, tensors, strict=True):
+            value_N[micro.source_M] = tensor_M.cpu().numpy()
+    ranks.add_up(*values_KN)
+    return values_KN
 
 
 def gather_losses(

@@ -27,8 +27,7 @@ from asyncrl.trainer.attention.tree import BoolN, IntN
 FULL = -1
 
 
-@dataclass(frozen=True)
-class SupportSets:
+class SupportSets(NamedTuple):
     """Different supports of a batch, int32 each. `set_N` int32 [N]: each token's set,
     or FULL.
     """

@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -326,7 +325,7 @@ def plan_of(
             way_out="set rollout.engine=embedded.",
         )
     pin_length(model, spec.pinned_length)
-    return replace(plan, border=None)
+    return plan._replace(border=None)
 
 
 class TrainedModel:

@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.utils import CompilationMetrics, get_compilation_metrics
 from transformers import PreTrainedModel
 
 from asyncrl.weights.tensor_files import float32_names
@@ -89,13 +88,6 @@ def compile_layers(model: PreTrainedModel) -> None:
                 forward, backend=BACKEND, dynamic=True, fullgraph=is_whole
             )
         layer.forward = MethodType(compiled[forward], layer)
-
-
-def compilations() -> list[CompilationMetrics]:
-    """Return this process's latest 64 compilations, oldest first, with their seconds
-    and causes.
-    """
-    return get_compilation_metrics()
 
 
 @cache

@@ -19,10 +19,15 @@ from asyncrl.trainer.loss import packing
 from asyncrl.trainer.loss.objective import BatchNumbers, Float32N
 from asyncrl.trainer.loss.packing import MicroBatch
 from asyncrl.trainer.loss.step_metrics import StepMeter
-from asyncrl.trainer.loss.sums import MicroLoss, ValueLoss, gather_losses
+from asyncrl.trainer.loss.sums import (
+    MicroLoss,
+    ValueLoss,
+    gather_losses,
+    gather_tokens,
+)
 from asyncrl.trainer.model.build_model import TrainedModel, reshard
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.ranks.optimizer import Trained, make_optimizer
+from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -81,8 +86,7 @@ class Critic:
             own_spec, ranks, needs_reference=False, kind=ValueModel
         )
         self.model = self._built.policy
-        optimizer = make_optimizer(self._built.masters, self._loop)
-        self.trained = Trained(self._built.masters, optimizer)
+        self.trained = Trained(self._built.masters, self._loop)
         self._steps = list[tuple[float, float, float]]()
         """Loss, clipped share and gradient norm of each step of the version."""
 
@@ -96,17 +100,15 @@ class Critic:
         self._meter.enter("critic")
         self._steps.clear()
         is_sampled = batch.arrays.is_sampled
-        outputs = list[tuple[MicroBatch, Tensor]]()
+        outputs = list[tuple[MicroBatch, tuple[Tensor]]]()
         for micro, counts in self._micro_batches(batch, is_sampled):
             value_M = self.model(micro)
             if counts:
-                outputs.append((micro, value_M))
+                outputs.append((micro, (value_M,)))
                 flops = self.model.costs.flops(*micro.size, has_backward=False)
                 self._meter.count(flops)
-        value_N = np.zeros(len(is_sampled), np.float32)
-        for micro, value_M in outputs:
-            value_N[micro.source_M] = value_M.cpu().numpy()
-        self._ranks.add_up(value_N)
+        shape = 1, len(is_sampled)
+        value_N: Float32N = gather_tokens(outputs, shape, self._ranks)[0]
         # As after the policy's passes without a backward pass.
         reshard(self.model)
         self._meter.enter("")
@@ -144,7 +146,7 @@ class Critic:
         """Clip the gradient for optimizer step `step` of the run; return loss and
         norm, which must be finite for a step.
         """
-        norm = self.trained.prepare_step(self._loop, step, self._ranks)
+        norm = self.trained.prepare_step(step, self._ranks)
         self._steps.append((loss.loss, loss.clipped, norm))
         return {"the critic's loss": loss.loss, "its gradient norm": norm}
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import LoraConfig
+from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.attention.forward_plan import probe_model
 from asyncrl.weights.export import (

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -343,8 +342,7 @@ def _logits(
     return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
 
 
-@dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(NamedTuple):
     """How sequences share a forward pass.
 
     `mixers`: classes that run on rows (models/rows.py). `border`: sequences on its two
@@ -453,11 +451,10 @@ class Policy(nn.Module):
         """Change a loaded model before it is wrapped, sharded and filled."""
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
-        inputs = self.inputs(micro)
         self.replay(micro.routing_N)
         if self.balance is not None:
             self.balance.is_recording = torch.is_grad_enabled()
-        scores = self._scores(inputs, micro, temperature)
+        scores = self._scores(micro, temperature)
         logprob_M, entropy_M, highest_M = (
             score_U.index_select(0, micro.pair_M) for score_U in scores[:3]
         )
@@ -500,18 +497,14 @@ class Policy(nn.Module):
         """Give the model's mixers their own forward functions back."""
         self._rows.close()
 
-    def _scores(
-        self, inputs: dict[str, Tensor], micro: MicroBatch, temperature: float
-    ) -> Scores:
+    def _scores(self, micro: MicroBatch, temperature: float) -> Scores:
         """Return the scores of the U pairs."""
         supports = micro.supports
         num_plain = len(micro.target_U) if supports is None else supports.num_plain
         target_P = micro.target_U[:num_plain]
         parts = list[Scores]()
         if self.plan.has_plain_head:
-            hidden_TD = backbone_of(self.model)(
-                **inputs, use_cache=False
-            ).last_hidden_state[0]
+            hidden_TD = self.states(micro)
             head = self.model.get_output_embeddings()
             weights = (head.weight, head.bias)
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
@@ -529,21 +522,22 @@ class Policy(nn.Module):
                 value_E = _SupportLogits.apply(  # type: ignore[no-untyped-call]
                     hidden_RD, *weights, supports, temperature
                 )
-                parts.append(Scores(*supports.scores(value_E)))
-            return _joined(parts)
-        logits_UV = (
-            self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float()
-            / temperature
-        )
-        if num_plain:
-            parts.append(
-                _whole_scores(
-                    logits_UV[:num_plain], target_P, micro.allowed_P, micro.distilled
+        else:
+            output = self.model(**self.inputs(micro), use_cache=False)
+            logits_UV = output.logits[0, micro.predict_U].float() / temperature
+            if num_plain:
+                parts.append(
+                    _whole_scores(
+                        logits_UV[:num_plain],
+                        target_P,
+                        micro.allowed_P,
+                        micro.distilled,
+                    )
                 )
-            )
+            if supports is not None:
+                of_supports_RV = logits_UV[num_plain:]
+                value_E = of_supports_RV[supports.row_E, supports.id_E]
         if supports is not None:
-            of_supports_RV = logits_UV[num_plain:]
-            value_E = of_supports_RV[supports.row_E, supports.id_E]
             parts.append(Scores(*supports.scores(value_E)))
         return _joined(parts)
 

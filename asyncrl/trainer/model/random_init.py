@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import fail
-from asyncrl.config import ScratchConfig
+from asyncrl.config.model_config import ScratchConfig
 from asyncrl.models.loading import add_old_keys, loading, read_config
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from asyncrl.weights.aside import (
     free_storages,
     give_back,
     memory_beside,
+    transfer_stats,
 )
 
 T = TypeVar("T")
@@ -122,16 +123,19 @@ class Offload:
     def _move_out(self, parts: Iterable[ModelPart]) -> TransferStats:
         started_s = time.perf_counter()
         moving = [one for one in parts if one not in self._copies]
+
+        def copied(moved: ModelPart) -> Copies:
+            locals_ = map(local_of, self._tensors_of(moved))
+            return copy_out(locals_, self._device, self._memory[moved])
+
         what = f"offload {_named(moving)}"
-        copies = self._together(
-            what, lambda: {one: self._copy_out(one) for one in moving}
-        )
+        copies = self._together(what, lambda: {one: copied(one) for one in moving})
         num_bytes = sum(free_storages(copied) for copied in copies.values())
         self._copies |= copies
         for one in moving:
             self._memory[one].drop_pages()
         give_back(self._device)
-        return self._stats(num_bytes, started_s)
+        return transfer_stats(sum(self._ranks.gather(num_bytes)), started_s)
 
     def _move_in(self, parts: Iterable[ModelPart]) -> TransferStats:
         started_s = time.perf_counter()
@@ -143,7 +147,7 @@ class Offload:
             # host copies are untouched, so the call may be repeated.
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
             what = f"onload {_named(moving)}"
-            self._together(what, lambda: copy_back(copied), way_out)
+            self._together(what, lambda: copy_back(copied, self._device), way_out)
         except Refused:
             free_storages(copied)
             give_back(self._device)
@@ -152,7 +156,8 @@ class Offload:
             del self._copies[one]
             if self._device.type == "cpu":  # no second copy stays in the same memory
                 self._memory[one].free()
-        return self._stats(sum(len(data) for _, data in copied), started_s)
+        num_bytes = sum(len(data) for _, data in copied)
+        return transfer_stats(sum(self._ranks.gather(num_bytes)), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raise Refused if others have the device of some of `parts`."""
@@ -168,10 +173,6 @@ class Offload:
         copies = [entry for copied in self._copies.values() for entry in copied]
         return content_in(copies, local)
 
-    def _copy_out(self, moved: ModelPart) -> Copies:
-        locals_ = map(local_of, self._tensors_of(moved))
-        return copy_out(locals_, self._device, self._memory[moved])
-
     def _together(
         self, what: str, move: Callable[[], T], way_out: str = "free host memory."
     ) -> T:
@@ -179,12 +180,7 @@ class Offload:
 
         def moved() -> T:
             try:
-                # Copies are asynchronous: only after they have run may a source be
-                # freed, or success reported to the other ranks.
-                result = move()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                return result
+                return move()
             except (OSError, MemoryError, RuntimeError) as error:
                 reason = f"{type(error).__name__}: {str(error)[:500]}"
                 failed = f"cannot {what} on rank {self._ranks.rank}: {reason}"
@@ -192,12 +188,6 @@ class Offload:
                 raise Refused(507, failed, rule=rule, way_out=way_out) from error
 
         return self._ranks.agree(moved)
-
-    def _stats(self, num_bytes: int, started_s: float) -> TransferStats:
-        all_bytes = sum(self._ranks.gather(num_bytes))
-        return TransferStats(
-            num_bytes=all_bytes, seconds=time.perf_counter() - started_s
-        )
 
 
 def _named(parts: Iterable[ModelPart]) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
 from asyncrl.config import TrainerConfig
 from asyncrl.trainer.ranks.offload import local_of
 from asyncrl.trainer.ranks.ranks import Ranks
+from asyncrl.weights.export import gathered_tensor
 from asyncrl.weights.tensor_files import float32_names
 
 MOMENTUM = 0.95
@@ -32,15 +32,13 @@ def make_optimizer(
     others = list[Tensor]()
     for weight in masters.named.values():
         (matrices if weight.ndim >= 2 else others).append(weight)
-    decayed = {
-        "params": matrices,
-        "weight_decay": config.weight_decay,
-        "hidden": [masters.named[name] for name in masters.hidden],
-    }
     groups = [
-        group
-        for group in (decayed, {"params": others, "weight_decay": 0.0})
-        if group["params"]
+        {
+            "params": matrices,
+            "weight_decay": config.weight_decay,
+            "hidden": [masters.named[name] for name in masters.hidden],
+        },
+        {"params": others, "weight_decay": 0.0, "hidden": []},
     ]
     kind = {"adamw": torch.optim.AdamW, "muon": Muon}[config.optimizer]
     return kind(groups, lr=config.learning_rate, betas=config.betas, fused=True)
@@ -86,7 +84,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step, and drop the gradients of hidden matrices. Collective."""
         for group in self.param_groups:
-            for weight in group.get("hidden", ()):
+            for weight in group["hidden"]:
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
@@ -114,19 +112,15 @@ def _update(
     momentum.lerp_(gradient, 1 - MOMENTUM)
     # Nesterov's. Newton-Schulz computes in bfloat16, so ranks gather half the bytes.
     update: Any = gradient.lerp(momentum, MOMENTUM).bfloat16()
-    whole = orthogonalise(_whole(update), NEWTON_SCHULZ, ns_steps=5, eps=1e-7)
+    whole = orthogonalise(gathered_tensor(update), NEWTON_SCHULZ, ns_steps=5, eps=1e-7)
     # An expert without tokens, or a batch of equal rewards. The momentum of old gradients
     # would move the matrix by full updates for some 300 steps more.
-    whole.mul_(_whole(torch.linalg.vector_norm(gradient)) > 0)
+    whole.mul_(gathered_tensor(torch.linalg.vector_norm(gradient)) > 0)
     if isinstance(update, DTensor):
         mesh, placements = update.device_mesh, update.placements
         whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     weight.mul_(1 - rate * decay)
     weight.add_(whole, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
@@ -207,27 +201,30 @@ CONVERTED_AT_ONCE = 2**24
 """Numbers of a gradient that are converted at once, which bounds the copies."""
 
 
-class PartSum:
-    """The sum of the gradients of parts, with the same bits in any order of the parts:
-    integers are added exactly, unlike floats.
+class Trained:
+    """Weights, their optimizer, and the sum of the gradients of parts.
 
-    Example: a mean gradient of 1e-6 over 4,000 tokens is 274,877,907 times 2**-36.
+    The sum has the same bits in any order of the parts: integers are added exactly, unlike
+    floats. Example: a mean gradient of 1e-6 over 4,000 tokens is 274,877,907 times 2**-36.
 
-    Life: add() for each part -> finish(), or drop().
+    Life: a gradient, or add_part() for each part -> join_parts() -> prepare_step() -> step(),
+        or drop_gradient() at any time.
     """
 
-    def __init__(self, masters: MasterWeights) -> None:
-        self._masters = masters
+    def __init__(self, masters: MasterWeights, config: TrainerConfig) -> None:
+        self.masters = masters
+        self.optimizer = make_optimizer(masters, config)
+        self._config = config
         self._sums = dict[str, Tensor]()
         self._bound = 0.0
         """Above each number of the sums; infinite or NaN after such a gradient."""
 
     @torch.no_grad()
-    def add(self, size: int) -> None:
+    def add_part(self, size: int) -> None:
         """Add the gradient of a mean over `size` tokens or sequences, and drop it."""
         factor = size * 2.0**PART_BITS
         bounds = list[Tensor]()
-        for name, master in self._masters.named.items():
+        for name, master in self.masters.named.items():
             if master.grad is None:
                 continue
             part = local_of(master.grad).reshape(-1)
@@ -243,7 +240,7 @@ class PartSum:
             self._bound += float(torch.stack(bounds).amax()) * factor
 
     @torch.no_grad()
-    def finish(self, size: int) -> None:
+    def join_parts(self, size: int) -> None:
         """Set the gradient of the mean over all `size` tokens or sequences. After an
         overflow it is not finite, as it would be in floats.
         """
@@ -251,15 +248,39 @@ class PartSum:
         if self._bound < MOST_PART_SUM:
             factor = 2.0**-PART_BITS / size
         for name, whole in self._sums.items():
-            master = self._masters.named[name]
+            master = self.masters.named[name]
             gradient = torch.empty_like(master)
             target = local_of(gradient).view(-1)
             for own, part in _slices(target, whole):
                 own.copy_(part.double().mul_(factor))
             master.grad = gradient
-        self.drop()
+        self._drop_parts()
 
-    def drop(self) -> None:
+    def prepare_step(self, number: int, ranks: Ranks) -> float:
+        """Set the learning rate of optimizer step `number` of the run, and clip the
+        gradient to trainer.max_grad_norm; return its norm before. Collective.
+        """
+        config = self._config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(config, number)
+        weights = list(self.masters.named.values())
+        max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(weights, max_norm)
+        # One rank's norm for all: a single rank that skips a step would have other
+        # weights.
+        return ranks.gather(float(gathered_tensor(norm)))[0]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.masters.write_back()
+
+    def drop_gradient(self) -> None:
+        # None, not zeros: a weight without a gradient is skipped by AdamW, and the
+        # memory is free while engines use the device.
+        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_parts()
+
+    def _drop_parts(self) -> None:
         self._sums.clear()
         self._bound = 0.0
 
@@ -270,41 +291,6 @@ def _slices(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         torch.split(other, CONVERTED_AT_ONCE),
         strict=True,
     )
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Weights and their optimizer."""
-
-    masters: MasterWeights
-    optimizer: torch.optim.Optimizer
-
-    @cached_property
-    def parts(self) -> PartSum:
-        return PartSum(self.masters)
-
-    def prepare_step(self, config: TrainerConfig, number: int, ranks: Ranks) -> float:
-        """Set the learning rate of optimizer step `number` of the run, and clip the
-        gradient to trainer.max_grad_norm; return its norm before. Collective.
-        """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(config, number)
-        weights = list(self.masters.named.values())
-        max_norm = math.inf if config.max_grad_norm is None else config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(weights, max_norm)
-        # One rank's norm for all: a single rank that skips a step would have other
-        # weights.
-        return ranks.gather(float(_whole(norm)))[0]
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.masters.write_back()
-
-    def drop_gradient(self) -> None:
-        # None, not zeros: a weight without a gradient is skipped by AdamW, and the
-        # memory is free while engines use the device.
-        self.optimizer.zero_grad(set_to_none=True)
-        self.parts.drop()
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:

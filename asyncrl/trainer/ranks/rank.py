@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import get_compilation_metrics
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused
@@ -47,22 +48,21 @@ from asyncrl.trainer.loss.sums import (
     MicroLoss,
     StepSums,
     gather_losses,
-    gather_scores,
+    gather_tokens,
     version_metrics,
 )
 from asyncrl.trainer.loss.supports import find_supports
 from asyncrl.trainer.model.build_model import TrainedModel, reshard, set_up_torch
-from asyncrl.trainer.model.compiled import compilations
 from asyncrl.trainer.model.critic import Critic
 from asyncrl.trainer.model.exports import Exports
-from asyncrl.trainer.model.policy import BalanceLoss, Policy, Scores
+from asyncrl.trainer.model.policy import BalanceLoss, Policy
 from asyncrl.trainer.ranks.offload import Offload
-from asyncrl.trainer.ranks.optimizer import Trained, make_optimizer
+from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.ranks import ONE_RANK, BrokenStepError, Ranks
 from asyncrl.trainer.ranks.state import CRITIC, POLICY, Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import whole_tensors
-from asyncrl.weights.tensor_files import digest_tensors
+from asyncrl.weights.tensor_files import digest_tensors, dtype_name
 
 log = logging.getLogger("asyncrl.trainer")
 # One bad batch is passed over. Several in a row mean that the weights or the loss are
@@ -95,10 +95,9 @@ class TrainerRank(TrainedModel):
         super().__init__(spec, ranks, needs_reference=needs_reference)
         balance = BalanceLoss(self.policy.model, spec.trainer.router_aux_loss)
         self.policy.balance = balance if balance.weight > 0 else None
-        self._optimizer = make_optimizer(self.masters, spec.trainer)
-        self._trained = Trained(self.masters, self._optimizer)
+        self.trained = Trained(self.masters, spec.trainer)
         self.meter = self._make_meter()
-        models = {POLICY: self._trained}
+        models = {POLICY: self.trained}
         self.critic = None
         if spec.critic is not None:
             self.critic = Critic(spec, ranks, self.meter)
@@ -118,9 +117,8 @@ class TrainerRank(TrainedModel):
 
     def _make_meter(self) -> step_metrics.StepMeter:
         cuda = torch.cuda if self.device.type == "cuda" else None
-        dtype_name = str(self.dtype).removeprefix("torch.")
-        made = compilations if self.policy.is_compiled else None
-        return step_metrics.StepMeter(self.ranks, dtype_name, cuda, made)
+        made = get_compilation_metrics if self.policy.is_compiled else None
+        return step_metrics.StepMeter(self.ranks, dtype_name(self.dtype), cuda, made)
 
     # ---- training
 
@@ -175,9 +173,9 @@ class TrainerRank(TrainedModel):
         try:
             self._numbers(batch)
             step = self.forward_backward(batch, batch.has_loss)
-            self._trained.parts.add(step.size)
-            if self.critic is not None and step.value_loss is not None:
-                self.critic.trained.parts.add(step.value_loss.size)
+            self.trained.add_part(step.size)
+            if self.critic is not None:
+                self.critic.trained.add_part(step.value_loss.size)
         except BaseException:
             self._drop_parts()
             raise
@@ -206,11 +204,10 @@ class TrainerRank(TrainedModel):
         batch = BatchNumbers.join(header, arrays, [numbers for numbers, _ in added])
         objective.check_any_loss(header, arrays, batch.has_loss)
         step = StepSums.join([own for _, own in added])
-        self._note_rollouts(batch)
         self._measure_gaps(batch, batch.has_loss, step)
-        self._trained.parts.finish(step.size)
-        if self.critic is not None and step.value_loss is not None:
-            self.critic.trained.parts.finish(step.value_loss.size)
+        self.trained.join_parts(step.size)
+        if self.critic is not None:
+            self.critic.trained.join_parts(step.value_loss.size)
         return batch, step
 
     def evaluate(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
@@ -234,7 +231,7 @@ class TrainerRank(TrainedModel):
 
     def _drop_gradients(self) -> None:
         self._parts.clear()
-        self._trained.drop_gradient()
+        self.trained.drop_gradient()
         if self.critic is not None:
             self.critic.trained.drop_gradient()
         for gradients in (POLICY_GRADIENTS, CRITIC_GRADIENTS):
@@ -249,14 +246,7 @@ class TrainerRank(TrainedModel):
         batch = self._read(header, arrays)
         objective.check_any_loss(header, arrays, batch.has_loss)
         self._numbers(batch)
-        self._note_rollouts(batch)
         return batch
-
-    def _note_rollouts(self, batch: BatchNumbers) -> None:
-        self.rollout_gaps = []
-        self.rollout_advantages = step_metrics.means_of_rollouts(
-            batch.header, batch.has_loss, batch.advantage_N
-        )
 
     def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
         """Check a batch or a part, and find its loss tokens. Raises Refused."""
@@ -308,14 +298,14 @@ class TrainerRank(TrainedModel):
         self._use_in_step(
             "score", REFERENCE_WEIGHTS if is_reference else POLICY_WEIGHTS
         )
-        outputs = list[tuple[MicroBatch, Scores]]()
+        outputs = list[tuple[MicroBatch, Sequence[Tensor]]]()
         passes = self._passes(batch, batch.has_loss, has_backward=False)
         for micro, counts in passes:
             scores = policy(micro, self.spec.temperature)
             if counts:
-                outputs.append((micro, scores))
-        num_tokens = len(batch.has_loss)
-        logprobs_N, entropies_N = gather_scores(outputs, num_tokens, self.ranks)
+                outputs.append((micro, (scores.logprob_M, scores.entropy_M)))
+        shape = 2, len(batch.has_loss)
+        logprobs_N, entropies_N = gather_tokens(outputs, shape, self.ranks)
         # FSDP2 keeps the root's gathered weights after a forward pass, until a backward
         # pass. Without one the next forward would use these, from before the optimizer
         # step.
@@ -371,7 +361,7 @@ class TrainerRank(TrainedModel):
     def forward_backward(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
         """Compute the gradient of the chosen tokens' loss."""
         step = self._policys_gradient(batch, chosen)
-        if self.critic is not None and step.logprobs_M.size:
+        if self.critic is not None:
             self._use_in_step("add the critic's gradient", *CRITIC_PASS)
             step.value_loss = self.critic.add_gradient(batch, chosen)
         return step
@@ -381,7 +371,7 @@ class TrainerRank(TrainedModel):
         numbers = self._objective.step_numbers(batch, chosen)
         read = packing.token_ranges(batch.header, chosen, reads_all=True)
         num_read = sum(one.length for one in read)
-        outputs = list[tuple[MicroBatch, Scores]]()
+        outputs = list[tuple[MicroBatch, Sequence[Tensor]]]()
         losses = list[MicroLoss]()
         for micro, counts in self._passes(batch, chosen, has_backward=True):
             scores = self.policy(micro, self.spec.temperature)
@@ -402,17 +392,15 @@ class TrainerRank(TrainedModel):
                 stats["router_aux_loss"] = balance.detach() * int(chosen.sum())
             self.meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            detached = scores._replace(
-                logprob_M=scores.logprob_M.detach(), entry_E=None, balance=None
-            )
             # Keep tensors on the device: reading them here would wait for each
-            # micro-batch. gather_scores() and gather_losses() wait once, for all.
-            outputs.append((micro, detached))
+            # micro-batch. gather_tokens() and gather_losses() wait once, for all.
+            outputs.append((micro, (scores.logprob_M.detach(), scores.entropy_M)))
             losses.append((loss.detach(), stats))
         self.meter.enter("")
         # Every rank gets the scores and the loss of all ranks, so each takes the same
         # decisions below: skip, refuse, or step.
-        logprobs_N, entropies_N = gather_scores(outputs, len(chosen), self.ranks)
+        shape = 2, len(chosen)
+        logprobs_N, entropies_N = gather_tokens(outputs, shape, self.ranks)
         shared_loss, stats_sums = gather_losses(losses, self.ranks)
         return StepSums(
             size=numbers.size,
@@ -432,12 +420,11 @@ class TrainerRank(TrainedModel):
         number = self.policy_version * loop.epochs * loop.mini_batches + index
         self._use_in_step("take an optimizer step", POLICY_GRADIENTS)
         self.meter.enter("optimizer")
-        grad_norm = self._trained.prepare_step(loop, number, self.ranks)
+        grad_norm = self.trained.prepare_step(number, self.ranks)
         needed = {"loss": step.loss, "gradient norm": grad_norm}
         # Both models take a step, or none: their steps have one number.
         if self.critic is not None:
             self._use_in_step("take the critic's step", CRITIC_GRADIENTS)
-            assert step.value_loss is not None
             needed |= self.critic.clip(number, step.value_loss)
         if all(map(math.isfinite, needed.values())):
             self.meter.enter("blocked")
@@ -451,7 +438,7 @@ class TrainerRank(TrainedModel):
                 self.critic.trained.step()
             if not self._is_warming_up:
                 self._use_in_step("take an optimizer step", *POLICY_STEP)
-                self._trained.step()
+                self.trained.step()
             self.num_skipped_in_a_row = 0
             step.grad_norm = grad_norm
         else:
@@ -491,14 +478,10 @@ class TrainerRank(TrainedModel):
         # ones a difference is staleness, not a fault.
         is_fresh = chosen & (arrays.versions == batch.header.version)
         gap_N = np.abs(logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
-        self.rollout_gaps += step_metrics.means_of_rollouts(
+        self.rollout_gaps = step_metrics.means_of_rollouts(
             batch.header, is_fresh, gap_N
         )
-        gaps = step_metrics.measure_gaps(
-            logprobs_N[is_fresh],
-            arrays.behaviour_logprobs[is_fresh],
-            arrays.engines[is_fresh],
-        )
+        gaps = step_metrics.measure_gaps(gap_N[is_fresh], arrays.engines[is_fresh])
         fault = "" if limit is None else step_metrics.gap_fault(gaps, limit)
         if fault:
             raise self._refused(
@@ -529,12 +512,15 @@ class TrainerRank(TrainedModel):
     ) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
         self._profiler.end()
+        self.rollout_advantages = step_metrics.means_of_rollouts(
+            batch.header, batch.has_loss, batch.advantage_N
+        )
         # Counted even if all steps were skipped: version v + 1 means that batch v was
         # used up (docs/decisions/0007).
         self.policy_version += 1
         metrics = {
             **version_metrics(batch, steps, self.spec.trainer.epochs),
-            "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
+            "trainer/learning_rate": self.trained.optimizer.param_groups[0]["lr"],
             **self.meter.numbers(),
             **self.kernels,
         }
@@ -579,7 +565,7 @@ class TrainerRank(TrainedModel):
             self.exports.exporting,
             self._state.copying,
         ]
-        wait([reader for reader in readers if reader is not None])
+        wait(filter(None, readers))
 
     # ---- checkpoints and exports
 
@@ -712,7 +698,7 @@ class TrainerRank(TrainedModel):
 
     def _tensors_of(self, moved: ModelPart) -> list[Tensor]:
         model: nn.Module | None = self.policy
-        trained: Trained | None = self._trained
+        trained: Trained | None = self.trained
         if moved.model == "reference":
             model, trained = self.reference, None
         if moved.model == "critic":

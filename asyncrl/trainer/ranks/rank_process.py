@@ -331,8 +331,10 @@ class TrainerService:
     async def export(self, _: bytes) -> api.ExportResponse:
         """Wait for the export that has begun, or begin one."""
         # Another call may take the export that this one begins.
-        while (finish := self._take_begun()) is None:
+        while self._begun is None:
             await self._on_torch_thread(lambda: self._together("export_together"))
+        finish = self._begun
+        self._begun = None
         try:
             # Not on the torch thread, or the copy would hold up the next step.
             answer = await asyncio.to_thread(finish)
@@ -344,11 +346,6 @@ class TrainerService:
         for old in by_version[:-KEPT_EXPORTS]:
             old.unlink(missing_ok=True)
         return answer
-
-    def _take_begun(self) -> Finish | None:
-        begun = self._begun
-        self._begun = None
-        return begun
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         transport = self.rank.exports.transport

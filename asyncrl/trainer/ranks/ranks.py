@@ -26,6 +26,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
 from asyncrl.weights.nccl import OPEN_PORTS, run_within, serve_store, use_interface
+from asyncrl.weights.tensor_files import dtype_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -144,8 +145,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
-    dtype_name = str(dtype).removeprefix("torch.")
-    if not spec.trainer.is_sharded(device.type, dtype_name):
+    if not spec.trainer.is_sharded(device.type, dtype_name(dtype)):
         return ONE_RANK
     is_apart = bool(spec.store or spec.weights_store)
     use_interface(spec.address, is_apart=is_apart)

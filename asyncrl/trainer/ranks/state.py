@@ -41,7 +41,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import Refused
-from asyncrl.config import LoraConfig
+from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.models.loading import (
     QUANTIZATION,
     RESCALE,

@@ -21,6 +21,7 @@ from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
 from asyncrl.models.profiling import StepProfiler
+from asyncrl.weights.aside import transfer_stats
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
@@ -101,7 +102,7 @@ class Engine:
             num_queued=len(scheduler.queued),
             tokens_generated=scheduler.num_generated,
             decode_s=self._decode_s,
-            kv_fraction=len(scheduler.rows) / scheduler.slots,
+            kv_fraction=len(scheduler.rows) / self.spec.slots,
             asleep=self.weights.asleep,
             note=self.runner.note,
         )
@@ -215,7 +216,7 @@ class Engine:
         # are gone right after.
         if self.weights.swapping is not None:
             self._finish_commit()
-        self._scheduler.forget_kept()
+        self._scheduler.rows.forget_kept()
         num_bytes = self.weights.free()
         if not self.spec.stays:
             # Graphs hold memory of the device, and addresses that are freed here.
@@ -224,9 +225,7 @@ class Engine:
             for reader in filter(None, (self.runner, self.reader)):
                 num_bytes += reader.free_cache()
             self.runner.loaded.give_back()
-        return api.TransferStats(
-            num_bytes=num_bytes, seconds=time.perf_counter() - started_s
-        )
+        return transfer_stats(num_bytes, started_s)
 
     @torch.inference_mode(False)
     def _wake(self, request: api.WakeRequest) -> api.TransferStats:
@@ -247,9 +246,7 @@ class Engine:
             raise Refused(
                 507, f"{' and '.join(parts)} cannot wake: {error}", way_out=way_out
             ) from error
-        return api.TransferStats(
-            num_bytes=num_bytes, seconds=time.perf_counter() - started_s
-        )
+        return transfer_stats(num_bytes, started_s)
 
     def _commit(
         self, request: api.CommitRequest, answer: Future[api.CommitResponse]
@@ -257,7 +254,7 @@ class Engine:
         served = self.weights.begin_commit(request)
         if served is not None:
             # chunks were loaded while the cache was awake
-            self._scheduler.forget_kept()
+            self._scheduler.rows.forget_kept()
             answer.set_result(served)
             return
         # Answered by _finish_commit: now, or when the last row has ended.
@@ -333,10 +330,10 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
 
     Weights are merged before Weights keeps the initial ones, so that they exist once.
     """
-    reason = why_not_fused(runner) if spec.fused_decode else "fused_decode is false"
-    if reason:
-        if spec.fused_decode:
-            log.warning("%s: decode steps are not fused: %s", spec.name, reason)
+    if not spec.fused_decode:
+        return False
+    if reason := why_not_fused(runner):
+        log.warning("%s: decode steps are not fused: %s", spec.name, reason)
         return False
     runner.graphs = FusedSteps(runner, cast(PlainDecoder, runner.plain), spec.slots)
     return True

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,25 +39,15 @@ CU_MEM_ACCESS_FLAGS_PROT_READWRITE of cuda.h.
 NO_FLAGS = ctypes.c_uint64(0)
 
 
-class Pages(Protocol):
-    """Pages of memory at a reserved address."""
-
-    def tensor(self) -> Tensor:
-        """Return uint8 of all bytes; valid while mapped."""
-
-    def map(self) -> None:
-        """Take memory. Raises OSError; then there is none."""
-
-    def unmap(self) -> None:
-        """Give the memory back."""
-
-
 class HostPages:
+    """Pages of host memory at a reserved address."""
+
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._mapping = mmap.mmap(-1, num_bytes, flags=flags)
 
     def tensor(self) -> Tensor:
+        """Return uint8 of all bytes; valid while mapped."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def map(self) -> None:
@@ -135,6 +124,7 @@ class DevicePages:
         ).tensor()
 
     def map(self) -> None:
+        """Take memory. Raises OSError; then there is none."""
         # The driver does not see the memory that torch keeps for later.
         give_back(self._device)
         handle = ctypes.c_uint64()
@@ -179,7 +169,7 @@ class FixedMemory:
         """Raises OSError and RuntimeError."""
         is_cuda = device.type == "cuda"
         self.num_bytes = num_bytes
-        self._pages: Pages = (
+        self._pages: DevicePages | HostPages = (
             DevicePages(num_bytes, device) if is_cuda else HostPages(num_bytes)
         )
         self._data = self._pages.tensor()
@@ -234,8 +224,6 @@ class FixedTensors:
         # Through the host: both at once may not fit on the device.
         beside = HostMemory(device)
         copies = copy_out(self._tensors, device, beside)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         free_storages(copies)
         failed = ""
         try:
@@ -246,9 +234,7 @@ class FixedTensors:
         # Behind the except block, whose traceback holds the new memory: the device may
         # not have both.
         if failed:
-            copy_back(copies)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # `beside` is freed at the return
+            copy_back(copies, device)
             raise OSError(failed)
         self._return()
 

@@ -76,8 +76,7 @@ class LayerShape(NamedTuple):
     kind: AttentionKind = AttentionKind()
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
+class CacheShape(NamedTuple):
     """Shapes of the attention calls of a forward pass, in their order.
 
     A call, not a layer, has a place in the cache: hybrids have layers without
@@ -229,8 +228,7 @@ class RoutedExperts:
         self._chosen.append(found[2])
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Rows of a call: `tokens` queries per slot in [start, end) over `length`
     positions.
     """

@@ -335,7 +335,6 @@ class Scheduler(RunQueue[Sequence]):
         self._runner = runner
         self._weights = weights
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
-        self.slots = spec.slots
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self.num_generated = 0
 
@@ -424,7 +423,7 @@ class Scheduler(RunQueue[Sequence]):
         """
         rows, runner = self.rows, self._runner
         # Older weights computed them.
-        self.forget_kept()
+        rows.forget_kept()
         kept = []
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
@@ -441,9 +440,6 @@ class Scheduler(RunQueue[Sequence]):
             kept.append((row, rows.token_ids[row, : length - 1], 0))
         if rereads and kept:
             runner.step(kept)
-
-    def forget_kept(self) -> None:
-        self.rows.forget_kept()
 
     def step(self) -> None:
         """Admit sequences, and sample one token for each running one in one model call."""
