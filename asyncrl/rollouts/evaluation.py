@@ -227,8 +227,8 @@ class HeldOut:
         if all(rollout[0].unscored is None for rollout in rollouts.values()):
             return outcomes
         scorer = self.scorers.of(prompt)
-        scored, failed = await score_group(scorer, prompt, rollouts, len(outcomes))
-        rewarded = {**dict(enumerate(outcomes)), **scored, **failed}
+        scored = await score_group(scorer, prompt, rollouts, len(outcomes))
+        rewarded = {**dict(enumerate(outcomes)), **scored}
         return [*rewarded.values()]
 
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from statistics import fmean
@@ -33,6 +33,7 @@ from asyncrl.rollouts.rollout import (
     Phase,
     RolloutAttempt,
     RolloutRunner,
+    Scored,
     Slots,
     annotate_group,
     how_failed,
@@ -426,11 +427,11 @@ class Producers:
         except RewardFailure as failure:
             if self._groups.get(group_id) is not group:  # revoked, or has failed
                 return
-            self._rewarded(group, {}, {index: failure})
+            self._rewarded(group, {index: failure})
         else:
             weights = self.scorers.of(group.prompt).weights
             rollout = with_outcome(group.rollouts[index], outcome, weights)
-            self._rewarded(group, {index: rollout}, {})
+            self._rewarded(group, {index: rollout})
             await self.late.settle(digest)
         # The reward of a sibling may have completed the group while this one was
         # written.
@@ -444,40 +445,39 @@ class Producers:
         group_id = group.ticket.group_id
         prompt = group.prompt
         if group.is_unscored:
-            scored, failed = await score_group(
+            scored = await score_group(
                 self.scorers.of(prompt), prompt, group.rollouts, group.size
             )
             if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
                 return
-            self._rewarded(group, scored, failed)
+            self._rewarded(group, scored)
         if group.is_usable and group.lacks(self.columns):
             self.sink.sampled_nowait(group_id, has_rewards=True)
-            annotated, failed = await annotate_group(
-                self.annotations, prompt, group.rollouts
-            )
+            annotated = await annotate_group(self.annotations, prompt, group.rollouts)
             if self._groups.get(group_id) is not group:
                 return
-            self._rewarded(group, annotated, failed)
+            self._rewarded(group, annotated)
         self._complete(group)
 
-    def _rewarded(
-        self,
-        group: RunningGroup,
-        scored: Mapping[int, Rollout],
-        failed: Mapping[int, RolloutFailure],
-    ) -> None:
+    def _rewarded(self, group: RunningGroup, ended: Scored) -> None:
         """Count and journal what ended rollouts earn or get besides, and why others have
         failed.
         """
         rollouts = group.rollouts
-        new = [index for index in scored if not rollouts[index][0].is_scored]
-        earned = sum(rollout[0].reward for rollout in scored.values())
-        earned -= sum(rollouts[index][0].reward for index in (*scored, *failed))
-        rollouts.update(scored)
-        self._counts["finished"] += len(new)
         prompt_id = group.prompt.prompt_id
-        for _ in new:
-            self.runner.failures.note_end_nowait(None, prompt_id)
+        earned = -sum(rollouts[index][0].reward for index in ended)
+        failed = dict[int, RolloutFailure]()
+        scored = list[Rollout]()
+        for index, outcome in ended.items():
+            if isinstance(outcome, RolloutFailure):
+                failed[index] = outcome
+                continue
+            if not rollouts[index][0].is_scored:
+                self._counts["finished"] += 1
+                self.runner.failures.note_end_nowait(None, prompt_id)
+            rollouts[index] = outcome
+            scored.append(outcome)
+        earned += sum(rollout[0].reward for rollout in scored)
         # One call scored the group, so it has failed once.
         for failure in [*failed.values()][:1]:
             self.runner.failures.note_end_nowait(failure, prompt_id)
@@ -486,7 +486,7 @@ class Producers:
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
         group_id = group.ticket.group_id
-        self.journal.add_scores_nowait(group_id, [*scored.values()], whys, earned)
+        self.journal.add_scores_nowait(group_id, scored, whys, earned)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id
