@@ -67,6 +67,8 @@ class Buffer:
         self.part_groups = 0
         """Of the batch that forms."""
         self._sent_parts = set[int]()
+        self._last_parts: list[Batch] = []
+        """Of a taken batch, those that were not whole before."""
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -239,6 +241,7 @@ class Buffer:
         self.rule.begin_step_nowait(version)
         self._formed_early = None
         self._sent_parts.clear()
+        self._last_parts.clear()
         self._is_idle = False
         self._changed()
 
@@ -287,15 +290,17 @@ class Buffer:
         return batch
 
     async def wait_part(self) -> Batch:
-        """Return a part of the next batch once all its groups are ready, each part once.
-        Sleeps until cancelled if the batch has no other whole part.
+        """Return a part of the next batch, each part once: once all its groups are ready,
+        or else once the batch is taken. Sleeps until cancelled if batches have no parts.
         """
-        with waiting("a part of the batch", on="its groups", who="train loop"):
+        with waiting("a part of the batch", on="its groups"):
             while (part := self.take_part_nowait()) is None:
                 await self._part_formed.wait()
             return part
 
     def take_part_nowait(self) -> Batch | None:
+        if self._last_parts:
+            return self._last_parts.pop()
         size = self.part_groups
         if not size:
             return None
@@ -306,21 +311,17 @@ class Buffer:
                 return self._batch(sorted(self._ready)).parts()[number]
         return None
 
-    def unsent_parts(self, batch: Batch) -> list[Batch]:
-        """Return the parts of a taken batch that wait_part() has not returned; none of a
-        batch that is trained whole.
-        """
-        if not batch.part_groups:
-            return []
-        parts = batch.parts()
-        return [parts[number] for number in parts.keys() - self._sent_parts]
-
     def take_nowait(self, *, is_early: bool = False) -> Batch:
         version = self.rule.next_batch
         group_ids, requeued = self.rule.take_nowait(is_early=is_early)
         batch = self._batch(group_ids, version)
         for group_id in group_ids:
             del self._ready[group_id]
+        self._last_parts = [
+            part
+            for number, part in batch.parts().items()
+            if batch.part_groups and number not in self._sent_parts
+        ]
         self.part_groups = batch.next_part_groups
         self._changed()
         for group_id in requeued:
@@ -391,7 +392,8 @@ class Buffer:
             self._causes.append((asyncio.get_running_loop().time(), cause))
         self._note_load()
         self._part_formed.notify()
-        if self._may_take:
+        # Nobody else waits for a batch, and the rule looks at all groups.
+        if self._causes is not None and self._may_take:
             self._formed.notify()
         if self.rule.num_open:
             self._opened.notify()

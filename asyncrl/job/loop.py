@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from asyncrl.base.errors import EngineLost, TrainerError
 from asyncrl.base.extensions import load_place
@@ -61,8 +61,6 @@ from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import record_code
 from asyncrl.trainer.model.model_folder import fetch_architectures
-
-T = TypeVar("T")
 
 
 class BegunStep(NamedTuple):
@@ -152,7 +150,6 @@ class Job(TrainingJob):
         lifecycle.servers = run.fleet.servers
         lifecycle.closes("producers", run.producers.aclose)
         self._done = Signal()
-        self._tasks = set[asyncio.Task[Any]]()
 
     async def train(self) -> None:
         await self._start_services(self.run)
@@ -241,6 +238,9 @@ class Job(TrainingJob):
             self.lifecycle.spawn(run.scale.follow(), name="scale")
         if run.pressure is not None:
             self.lifecycle.spawn(run.pressure.follow(), name="slots")
+        is_auto = self.lifecycle.config.trainer.stream == "auto"
+        if is_auto and run.buffer.part_tokens > 0 and not self.placement.moves:
+            self.lifecycle.spawn(self._send_parts(run), name="parts")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         # While rollout engines evaluate, the next push or handover waits. A stopped run
@@ -259,6 +259,7 @@ class Job(TrainingJob):
             trainer       step 8                         export  step 9
         """
         self.lifecycle.can_stop = True
+        spawn = self.lifecycle.spawn
         num_steps = self.lifecycle.config.trainer.num_steps
         self._num_done = run.trainer.policy_version
         recording: asyncio.Future[None] | None = None
@@ -266,14 +267,14 @@ class Job(TrainingJob):
         try:
             while self._num_done < num_steps:
                 if beginning is None:
-                    beginning = self._task(self._begin_step(run), "next batch")
+                    beginning = spawn(self._begin_step(run), name="next batch")
                 step = await beginning
                 beginning = None
                 if step is None:
                     return
                 batch = step.batch
                 if self._is_ahead and batch.version + 1 < num_steps:
-                    beginning = self._task(self._begin_step(run), "next batch")
+                    beginning = spawn(self._begin_step(run), name="next batch")
                 report = await step.answer
                 if not run.trainer.is_training:
                     run.buffer.idle_nowait()
@@ -304,9 +305,6 @@ class Job(TrainingJob):
                 self._num_done = report.policy_version
                 self._done.notify()
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
             if recording is not None:
                 # Also if the next step has failed. Not `await recording`: a second await
                 # of a failed future takes the traceback from its error.
@@ -322,26 +320,12 @@ class Job(TrainingJob):
         """
         return "next batch" if run.trainer.is_training else "trainer"
 
-    def _task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _begin_step(self, run: Components) -> BegunStep | None:
         """Form a batch, make it durable, and send it to the trainer; None: the run stops."""
-        streams = self._streams(run)
-        if streams:
-            early = self._task(self._send_parts(run), "parts of the next batch")
         batch = await self._next_batch(run)
-        if streams:
-            early.cancel()
         if batch is None:
             return None
         version = batch.version
-        for part in run.buffer.unsent_parts(batch) if streams else ():
-            self._send_nowait(run, part)
         waits = run.buffer.wait_gauges()
         # The step begins only once its batch is durable. If the process dies before, a
         # resume finds the groups in the buffer, and no trace of the step. If it dies
@@ -364,21 +348,17 @@ class Job(TrainingJob):
         with waiting("the step before", on="train loop", who="next batch"):
             await self._done.wait_for(lambda: self._num_done >= version - num_ahead)
         run.buffer.begin_step_nowait(version)
-        answer = self._task(self._train(run, version, body), f"step {version + 1}")
+        training = self._train(run, version, body)
+        answer = self.lifecycle.spawn(training, name=f"step {version + 1}")
         return BegunStep(batch, waits, answer)
 
-    def _streams(self, run: Components) -> bool:
-        is_auto = self.lifecycle.config.trainer.stream == "auto"
-        return is_auto and run.buffer.part_tokens > 0 and not self.placement.moves
-
     async def _send_parts(self, run: Components) -> None:
-        """Send parts of the batch that forms as they become whole, until cancelled."""
+        """Send parts of batches as they become whole, until cancelled."""
         while True:
-            self._send_nowait(run, await run.buffer.wait_part())
-
-    def _send_nowait(self, run: Components, part: Batch) -> None:
-        # The rank takes them in any order, with the same bits.
-        self._task(self._send(run, part), f"a part of step {part.version + 1}")
+            part = await run.buffer.wait_part()
+            # The rank takes them in any order, with the same bits.
+            name = f"a part of step {part.version + 1}"
+            self.lifecycle.spawn(self._send(run, part), name=name)
 
     async def _send(self, run: Components, part: Batch) -> None:
         try:
