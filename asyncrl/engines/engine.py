@@ -109,6 +109,11 @@ class CallScope:
         return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
 
 
+def raise_lost(lost: EngineLost) -> None:
+    """React to a lost server if nobody supervises it."""
+    raise lost
+
+
 def refused(
     name: str, request: SamplingRequest, refusal: CallRefused
 ) -> RequestRefused:
