@@ -21,6 +21,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Group,
     GroupId,
+    Outcome,
     Prompt,
     Rollout,
     Ticket,
@@ -329,11 +330,14 @@ class Producers:
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
         group.phases[index] = phase
-        group_id = group.ticket.group_id
         if phase != "sampling":
             self._note_sampled(group)
-        elif self._groups.get(group_id) is group:
-            self.sink.samples_again_nowait(group_id)
+        elif self._is_running(group):
+            self.sink.samples_again_nowait(group.ticket.group_id)
+
+    def _is_running(self, group: RunningGroup) -> bool:
+        """Return False once the buffer has revoked the group, or it has failed."""
+        return self._groups.get(group.ticket.group_id) is group
 
     def _note_sampled(self, group: RunningGroup) -> None:
         """Notify the buffer if a group only waits for rewards or teaching.
@@ -341,11 +345,10 @@ class Producers:
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
         """
-        group_id = group.ticket.group_id
         phases = {*group.phases.values()}
-        if self._groups.get(group_id) is group and "sampling" not in phases:
+        if self._is_running(group) and "sampling" not in phases:
             has_rewards = phases == {"teaching"} and not group.is_unscored
-            self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
+            self.sink.sampled_nowait(group.ticket.group_id, has_rewards=has_rewards)
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
@@ -355,7 +358,7 @@ class Producers:
         outcome = await self.runner.run(attempt, slots=self.slots, order=order)
         # The buffer has revoked the group, and its prompt is in use again: this outcome
         # must not count.
-        if self._groups.get(group_id) is not group:
+        if not self._is_running(group):
             return
         del group.phases[index]
         if isinstance(outcome, FailedRollout):
@@ -404,38 +407,44 @@ class Producers:
             group_id, group.group(), has_rewards=not group.is_unscored
         )
         # The buffer may have revoked it just now.
-        if self._groups.get(group_id) is group and not awaited_of(group.rollouts):
+        if self._is_running(group) and not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
             group.tasks.append(task)
 
     def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
         name = f"g{group.ticket.group_id}/r{index}"
         weights = self.scorers.of(group.prompt).weights
-        check = functools.partial(with_outcome, group.rollouts[index], weights=weights)
-        self.late.await_nowait(name, digest, check)
-        waiting = self._await_reward(group, index, digest)
+        paid = functools.partial(with_outcome, group.rollouts[index], weights=weights)
+        self.late.await_nowait(name, digest, paid)
+        waiting = self._await_reward(group, index, digest, paid)
         task = self.spawn(waiting, name=f"reward {name}")
         group.tasks.append(task)
 
-    async def _await_reward(self, group: RunningGroup, index: int, digest: str) -> None:
-        """Complete a rollout once its reward is posted, or fail it at the limit."""
+    async def _await_reward(
+        self,
+        group: RunningGroup,
+        index: int,
+        digest: str,
+        paid: Callable[[Outcome], Rollout],
+    ) -> None:
+        """Complete a rollout once its reward is posted, or fail it at the limit. `paid`
+        returns it with the reward.
+        """
         # The journal holds the rollout without its reward, so a run that is killed here
         # awaits it again.
-        group_id = group.ticket.group_id
         try:
-            outcome = await self.late.wait(f"g{group_id}/r{index}", digest)
+            name = f"g{group.ticket.group_id}/r{index}"
+            outcome = await self.late.wait(name, digest)
         except RewardFailure as failure:
-            if self._groups.get(group_id) is not group:  # revoked, or has failed
+            if not self._is_running(group):
                 return
             self._rewarded(group, {index: failure})
         else:
-            weights = self.scorers.of(group.prompt).weights
-            rollout = with_outcome(group.rollouts[index], outcome, weights)
-            self._rewarded(group, {index: rollout})
+            self._rewarded(group, {index: paid(outcome)})
             await self.late.settle(digest)
         # The reward of a sibling may have completed the group while this one was
         # written.
-        if self._groups.get(group_id) is group and not group.phases:
+        if self._is_running(group) and not group.phases:
             self._sampled(group)
 
     async def _score(self, group: RunningGroup) -> None:
@@ -448,13 +457,13 @@ class Producers:
             scored = await score_group(
                 self.scorers.of(prompt), prompt, group.rollouts, group.size
             )
-            if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
+            if not self._is_running(group):  # as in _run_rollout
                 return
             self._rewarded(group, scored)
         if group.is_usable and group.lacks(self.columns):
             self.sink.sampled_nowait(group_id, has_rewards=True)
             annotated = await annotate_group(self.annotations, prompt, group.rollouts)
-            if self._groups.get(group_id) is not group:
+            if not self._is_running(group):
                 return
             self._rewarded(group, annotated)
         self._complete(group)

@@ -848,9 +848,10 @@ async def score_group(
     scored = dict[int, Rollout | RolloutFailure]()
     for index in asked:
         result = results[index]
-        if not isinstance(result, RolloutFailure):
-            result = _paid(rollouts[index], result)
-        scored[index] = result
+        if isinstance(result, RolloutFailure):
+            scored[index] = result
+        else:
+            scored[index] = _paid(rollouts[index], result)
     return scored
 
 
