@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from asyncrl.base.errors import TaskError
-from asyncrl.base.waits import Signal, note_span, waiting
+from asyncrl.base.waits import Signal, clock, note_span, waiting
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import WAIT_CAUSES, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
@@ -90,6 +89,7 @@ class Buffer:
         self._is_asked = False
         """A producer has a free slot and may not admit a group."""
         self._is_idle = True
+        self._is_stopped = False
         self._formed_early: Batch | None = None
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
@@ -250,12 +250,16 @@ class Buffer:
         self._is_idle = True
         self._changed()
 
-    async def wait_batch(self) -> Batch:
+    def stop_nowait(self) -> None:
+        """Form no batch from here on."""
+        self._is_stopped = True
+        self._formed.notify()
+
+    async def wait_batch(self) -> Batch | None:
         """Return the next batch once the rule allows it, and set `last_wait_s`: only the
         time without a step counts. While a step runs, a batch forms only if it loses
-        nothing by that.
+        nothing by that. None: the run stops.
         """
-        clock = asyncio.get_running_loop().time
         self._causes = causes = [(clock(), self._waited_for)]
         self._note_load()
         try:
@@ -266,7 +270,9 @@ class Buffer:
             ):
                 # No wait between take_nowait and return: a cancelled call has either
                 # returned its batch, or left it in the buffer.
-                while not self._may_take:
+                while self._is_stopped or not self._may_take:
+                    if self._is_stopped:
+                        return None
                     await self._formed.wait()
                 batch = self.take_nowait(is_early=not self._is_idle)
         finally:
@@ -308,7 +314,8 @@ class Buffer:
         for number in sorted(numbers - self._sent_parts):
             if self.rule.is_settled(number * size, (number + 1) * size):
                 self._sent_parts.add(number)
-                return self._batch(sorted(self._ready)).parts()[number]
+                groups = sorted(self._ready)
+                return self._batch(groups, self.rule.next_batch).parts()[number]
         return None
 
     def take_nowait(self, *, is_early: bool = False) -> Batch:
@@ -329,8 +336,7 @@ class Buffer:
         self._formed_early = batch if is_early else None
         return batch
 
-    def _batch(self, group_ids: Sequence[GroupId], version: int | None = None) -> Batch:
-        version = self.rule.next_batch if version is None else version
+    def _batch(self, group_ids: Sequence[GroupId], version: int) -> Batch:
         groups = tuple(self._ready[group_id] for group_id in group_ids)
         return Batch(
             version,
@@ -389,7 +395,7 @@ class Buffer:
         # call is a hang, which only the watchdog would report.
         cause = self._waited_for
         if self._causes is not None and self._causes[-1][1] != cause:
-            self._causes.append((asyncio.get_running_loop().time(), cause))
+            self._causes.append((clock(), cause))
         self._note_load()
         self._part_formed.notify()
         # Nobody else waits for a batch, and the rule looks at all groups.
@@ -415,9 +421,7 @@ class Buffer:
             # slot, are no reason to admit more.
             is_waiting = self._causes is not None and self._is_idle
             lacks = is_waiting and self._is_asked and self.rule.lacks_groups
-            self._auto.note(
-                asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks
-            )
+            self._auto.note(clock(), self.rule.num_running, lacks=lacks)
 
     def _requeue(self, group_id: GroupId) -> None:
         reason = "all_masked" if self.rule.masks else "dropped"
@@ -458,13 +462,13 @@ def parts_of(group: Group) -> dict[str, set[float]]:
     """Return the values of each part of the reward: 0 for a rollout without parts, which
     a limit cut; a part that applies to no rollout has one value.
     """
-    found = defaultdict[str, set[float]](set)
-    names = {name: 0.0 for one in group.trajectories for name in one.parts}
-    for one in group.trajectories:
-        for name in names:
-            value = one.parts[name].value if one.parts else 0.0
-            found[name] |= set() if value is None else {value}
-    return {name: values or {0.0} for name, values in found.items()}
+    found = dict[str, set[float]]()
+    for name in {name: 0 for one in group.trajectories for name in one.parts}:
+        values = [
+            one.parts[name].value if one.parts else 0.0 for one in group.trajectories
+        ]
+        found[name] = {value for value in values if value is not None} or {0.0}
+    return found
 
 
 def rewards_of(group: Group) -> dict[str, set[float]]:
