@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.waits import Signal, waiting
+from asyncrl.base.waits import Signal, clock, waiting
 from asyncrl.engines.engine import EngineClient, raise_lost
 from asyncrl.messages.records import CallSpan, Completion
 from asyncrl.messages.sampling import SamplingRequest
@@ -221,7 +220,6 @@ class EnginePool:
             on_chunk(part)
             return True
 
-        clock = asyncio.get_running_loop().time
         sent = self._sent[index]
         while True:
             # The same request_id again is fine: the link numbers its requests, and

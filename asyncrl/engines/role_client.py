@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Answer, Caller, CallRefused
-from asyncrl.base.waits import Signal, note_span, waiting
+from asyncrl.base.waits import Signal, clock, note_span, waiting
 from asyncrl.engines.engine import CallScope, ServerClient, raise_lost
 from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
 from asyncrl.messages.records import Prompt, Rollout
@@ -196,7 +196,6 @@ class RoleClient(ServerClient):
                 ) from refusal
 
     async def _sent(self, send: Callable[[], Awaitable[T]]) -> T:
-        clock = asyncio.get_running_loop().time
         self._num_sent += 1
         self._span = self._span[:1] or [clock()]
         try:

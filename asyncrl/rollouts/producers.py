@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import ClassVar, Literal
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError, WouldWait
+from asyncrl.base.waits import clock
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.engines.role_client import Annotate
@@ -211,7 +212,7 @@ class Producers:
         return f"{text}, {num_awaited} wait for rewards" if num_awaited else text
 
     def oldest(self) -> list[tuple[str, float]]:
-        now_s = asyncio.get_running_loop().time()
+        now_s = clock()
         oldest = islice(self.runner.started_s.items(), NUM_OLDEST)
         return [(name, now_s - start_s) for name, start_s in oldest]
 

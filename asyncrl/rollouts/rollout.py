@@ -29,7 +29,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import message_of
-from asyncrl.base.waits import Signal, waiting
+from asyncrl.base.waits import Signal, clock, waiting
 from asyncrl.config import OnTimeout
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.role_client import Annotate
@@ -203,7 +203,7 @@ class RolloutClock:
         if self._limit.expired():
             self.left_s = 0.0
         elif (when_s := self._limit.when()) is not None:
-            self.left_s = max(0.0, when_s - asyncio.get_running_loop().time())
+            self.left_s = max(0.0, when_s - clock())
 
     def resume(self, grace_s: float = 0.0) -> None:
         # The queue calls this for each worker that gets the item. A clock that runs
@@ -213,7 +213,7 @@ class RolloutClock:
             and self._limit.when() is None
             and not self._limit.expired()
         ):
-            now_s = asyncio.get_running_loop().time()
+            now_s = clock()
             self._limit.reschedule(now_s + self.left_s + grace_s)
 
 
@@ -362,9 +362,7 @@ class RolloutRunner:
                     await slots.wait(attempt.rollout_id)
                     # Status and watchdog show the age from here: a queued rollout is
                     # not a slow one.
-                    self.started_s.setdefault(
-                        attempt.rollout_id, asyncio.get_running_loop().time()
-                    )
+                    self.started_s.setdefault(attempt.rollout_id, clock())
                     ended = await self._run_attempt(attempt, slots)
                     if isinstance(ended, RolloutFailure) and self.is_ending():
                         await asyncio.Event().wait()
