@@ -28,7 +28,7 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import ENGINE, Role, ServerOrder, engine_role, maker_of
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.role_client import Annotation, RoleClient, annotation_by
+from asyncrl.engines.role_client import RoleClient, annotation_by
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.trainer_recovery import (
@@ -477,7 +477,12 @@ class Fleet:
             name: self._extra(factory.make(roles[name], [device]))
             for name, device in factory.placement.extra.items()
         }
-        self.annotations = self._annotations()
+        copies = defaultdict[str, list[RoleClient]](list)
+        for extra in self.extra.values():
+            if isinstance(extra.client, RoleClient):
+                copies[extra.role.shared_name].append(extra.client)
+        self.annotations = [annotation_by(clients) for clients in copies.values()]
+        """What adds something to each rollout."""
         self.annotations += all_of(
             "annotations", config, self.engines, factory.tokenizer
         )
@@ -536,14 +541,6 @@ class Fleet:
                 assert isinstance(extra.client, RoleClient)
                 found.append(extra.client)
         return found
-
-    def _annotations(self) -> list[Annotation]:
-        """Return what adds something to each rollout."""
-        roles = defaultdict[str, list[RoleClient]](list)
-        for extra in self.extra.values():
-            if isinstance(extra.client, RoleClient):
-                roles[extra.role.shared_name].append(extra.client)
-        return [annotation_by(copies) for copies in roles.values()]
 
     def clients_of(self, kind: type[T], /) -> list[T]:
         """Return the clients of this class."""
