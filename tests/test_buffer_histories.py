@@ -611,3 +611,16 @@ async def test_parts_come_as_their_groups_end() -> None:
     assert [group.group_id for group in (await parts).groups] == [8]
     assert buffer.take_part_nowait() is None, "each group of the batch is sent"
     assert len(batch.groups) == 4
+
+
+@virtual
+async def test_no_batch_forms_once_the_run_stops() -> None:
+    buffer = make_buffer(1)
+    forming = asyncio.create_task(buffer.wait_batch(), name="next batch")
+    await all_blocked()
+    buffer.stop_nowait()
+    assert await forming is None
+    admit(buffer, 1)
+    finish(buffer, 0)
+    assert await buffer.wait_batch() is None
+    assert buffer.rule.num_ready == 1, "a resume finds it"
