@@ -148,8 +148,7 @@ class BufferHistory(RuleBasedStateMachine):
             "num_issued",
             "_running",
             "_ready",
-            "_running_due",
-            "_ready_due",
+            "_due",
         ):
             assert getattr(self.buffer.rule, name) == getattr(killed, name), name
 
@@ -362,7 +361,10 @@ class BufferHistory(RuleBasedStateMachine):
 
     def _check_parts(self, batch: Batch) -> None:
         """Each group is in one part: of those that were sent, or of the others."""
-        parts = [*self.sent, *self.buffer.unsent_parts(batch)]
+        while (part := self.buffer.take_part_nowait()) is not None:
+            assert set(part.groups) <= {*batch.groups}
+            self.sent.append(part)
+        parts = [*self.sent]
         if not batch.part_groups:
             assert parts == [], "it would be trained twice"
             parts = [batch]
@@ -606,5 +608,19 @@ async def test_parts_come_as_their_groups_end() -> None:
     await all_blocked()
     assert not parts.done(), "group 9 may still come"
     batch = await buffer.wait_batch()
-    assert [part.groups[0].group_id for part in buffer.unsent_parts(batch)] == [8]
-    parts.cancel()
+    assert [group.group_id for group in (await parts).groups] == [8]
+    assert buffer.take_part_nowait() is None, "each group of the batch is sent"
+    assert len(batch.groups) == 4
+
+
+@virtual
+async def test_no_batch_forms_once_the_run_stops() -> None:
+    buffer = make_buffer(1)
+    forming = asyncio.create_task(buffer.wait_batch(), name="next batch")
+    await all_blocked()
+    buffer.stop_nowait()
+    assert await forming is None
+    admit(buffer, 1)
+    finish(buffer, 0)
+    assert await buffer.wait_batch() is None
+    assert buffer.rule.num_ready == 1, "a resume finds it"

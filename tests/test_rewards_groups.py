@@ -284,10 +284,10 @@ async def test_last_turn_earns_what_the_group_reward_gives() -> None:
         for branch, credit in enumerate((Credit(1, 2, 0.0, 8), Credit(1, 2, 0.0, 3)))
     )
     rollouts = {0: (replace(first, unscored="four"), other)}
-    scored, failed = await score_group(groups.scorer, PROMPT, rollouts, 1)
-    assert failed == {}
-    assert [branch.reward for branch in scored[0]] == [4.0, 4.0]
-    assert [branch.credits[0].reward for branch in scored[0]] == [4.0, 0.0]
+    scored = (await score_group(groups.scorer, PROMPT, rollouts, 1))[0]
+    assert isinstance(scored, tuple)
+    assert [branch.reward for branch in scored] == [4.0, 4.0]
+    assert [branch.credits[0].reward for branch in scored] == [4.0, 0.0]
 
 
 def unscored(group_id: int, index: int) -> Rollout:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from fake_engine import FakeEngineServer
@@ -22,7 +21,7 @@ from asyncrl.job.slots_by_pressure import SlotsByPressure, kv_wanted, make_press
 from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Server, health_over
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.rollouts.pressure import MIN_LOOKS, EngineLoad, SlotsRule
+from asyncrl.rollouts.pressure import MIN_LOOKS, SlotsRule
 from asyncrl.rollouts.rollout import Slots
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -121,45 +120,36 @@ def test_auto_finds_the_number_above_which_the_engine_thrashes() -> None:
         assert auto.num_tokens > 0.8 * above.num_tokens
 
 
-def looks(num_running: int, wanted: float, turnovers: int) -> Iterator[EngineLoad]:
-    """Loads of one engine that is fully used, without preemptions."""
-    for number in range(1, turnovers * MIN_LOOKS + 1):
-        yield EngineLoad(1, wanted, 0, num_running, number * num_running)
+def look_through(
+    rule: SlotsRule, num_running: int, wanted: float, turnovers: int, num_ended: int = 0
+) -> int:
+    """Let the rule look at one engine; return the rollouts that have ended then."""
+    for _ in range(turnovers * MIN_LOOKS):
+        num_ended += num_running
+        rule.look(1, wanted, num_running, num_ended)
+    return num_ended
 
 
 def test_slots_that_hold_nothing_back_are_not_raised() -> None:
     rule = SlotsRule(20, most=256)
-    for load in looks(num_running=10, wanted=0.1, turnovers=4):
-        assert rule.look(load) == 20
+    look_through(rule, num_running=10, wanted=0.1, turnovers=4)
+    assert rule.current == 20
+    look_through(rule, num_running=20, wanted=0.1, turnovers=1)
+    assert rule.current == 30
 
 
-def test_rollouts_that_wait_in_the_engines_lower_the_slots() -> None:
+def test_cut_is_judged_once_the_rollouts_above_it_have_ended() -> None:
     rule = SlotsRule(100, most=256)
-    for load in looks(num_running=100, wanted=2.0, turnovers=1):
-        rule.look(load)
-    assert rule.current == 50
-
-
-def test_cut_waits_for_rollouts_to_end_and_keeps_its_limit() -> None:
-    rule = SlotsRule(100, most=256)
-    idle = EngineLoad(1, 0.5, 0, 100, 0)
-    assert rule.look(idle) == 100
-    assert rule.look(replace(idle, num_preempted=51)) == 85
-    # More preemptions while 100 rollouts run are of the old number.
-    assert rule.look(replace(idle, num_preempted=500)) == 85
-    for number in range(3 * MIN_LOOKS):
-        ended = 100 * (number + 1)
-        load = EngineLoad(1, 0.5, 500, rule.current, ended)
-        assert rule.look(load) <= 95
-
-
-def test_restarted_engine_counts_its_preemptions_again() -> None:
-    rule = SlotsRule(10, most=256)
-    load = EngineLoad(1, 0.5, 0, 10, 0)
-    rule.look(replace(load, num_preempted=5))
-    rule.look(replace(load, num_preempted=0))
-    assert rule.look(replace(load, num_preempted=5)) == 10
-    assert rule.look(replace(load, num_preempted=6)) == 8
+    num_ended = look_through(rule, num_running=100, wanted=2.0, turnovers=1)
+    assert rule.current == 83
+    num_ended = look_through(rule, 100, wanted=2.0, turnovers=3, num_ended=num_ended)
+    assert rule.current == 83
+    # The rollouts above the number ended before this turnover.
+    for _ in range(MIN_LOOKS):
+        rule.look(1, 2.0, 83, num_ended + 82)
+    assert rule.current == 83
+    rule.look(1, 2.0, 83, num_ended + 83)
+    assert rule.current == 69
 
 
 @given(
@@ -169,7 +159,6 @@ def test_restarted_engine_counts_its_preemptions_again() -> None:
         st.tuples(
             st.integers(1, 4),
             st.floats(0, 5),
-            st.integers(0, 400),
             st.integers(0, 1200),
             st.integers(0, 600),
         ),
@@ -177,21 +166,16 @@ def test_restarted_engine_counts_its_preemptions_again() -> None:
     ),
 )
 def test_slots_stay_within_their_limits(
-    start: int, most: int, loads: list[tuple[int, float, int, int, int]]
+    start: int, most: int, loads: list[tuple[int, float, int, int]]
 ) -> None:
     rule = SlotsRule(start, most)
-    num_preempted = num_ended = 0
-    for num_engines, wanted, preempted, running, ended in loads:
+    num_ended = 0
+    for num_engines, wanted, running, ended in loads:
         before = rule.current
-        num_preempted += preempted
         num_ended += ended
-        load = EngineLoad(num_engines, wanted, num_preempted, running, num_ended)
-        now = rule.look(load)
+        now = rule.look(num_engines, wanted, running, num_ended)
         assert 1 <= now <= most
-        assert now <= max(before + 1, 1.5 * before + 1)
-        # A load with many preemptions raises nothing.
-        if preempted > 0.5 * before * num_engines:
-            assert now <= before
+        assert before / 1.2 - 1 <= now <= 1.5 * before + 1
 
 
 def test_first_number_fits_at_full_length() -> None:
@@ -220,7 +204,7 @@ def test_first_number_fits_at_full_length() -> None:
     pressure.look_nowait()
     assert slots.capacity == 5
     # Nothing is known of a cache while its engine sleeps.
-    servers[0].health = EngineHealth(**sizes, asleep=["kv"], num_preempted=1000)
+    servers[0].health = EngineHealth(**sizes, asleep=["kv"], kv_fraction=1.0)
     pressure.look_nowait()
     assert slots.capacity == 5
     assert make_pressure(RolloutConfig(slots=7), servers, pool, slots) is None

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import TINY_ARCHITECTURE
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,3 +122,14 @@ def test_model_flops_match_those_of_torch(trains: str) -> None:
     # Some versions of transformers make the angles of rotary embeddings by a matrix
     # product.
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)
+
+
+def test_sharded_models_get_a_micro_batch_as_it_is() -> None:
+    """FSDP2 rounds each tensor in the tuples that a forward pass gets, also the
+    teacher's logprobs.
+    """
+    header, arrays = batch_of(random_groups([[3, 5]]))
+    given = (header, arrays, arrays.is_sampled, PackRules(100), torch.device("cpu"))
+    micro, _ = next(iter(micro_batches(*given)))
+    (leaf,) = tree_leaves(micro)
+    assert leaf is micro

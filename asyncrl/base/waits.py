@@ -18,6 +18,11 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 
+def clock() -> float:
+    """Return the event loop's time in seconds, which tests make virtual."""
+    return asyncio.get_running_loop().time()
+
+
 class within:  # noqa: N801
     """Like asyncio.timeout (None: no limit), but raises `late()`.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from asyncrl.base.errors import TaskError
-from asyncrl.base.waits import Signal, note_span, waiting
+from asyncrl.base.waits import Signal, clock, note_span, waiting
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import WAIT_CAUSES, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
@@ -67,6 +66,8 @@ class Buffer:
         self.part_groups = 0
         """Of the batch that forms."""
         self._sent_parts = set[int]()
+        self._last_parts: list[Batch] = []
+        """Of a taken batch, those that were not whole before."""
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -88,6 +89,7 @@ class Buffer:
         self._is_asked = False
         """A producer has a free slot and may not admit a group."""
         self._is_idle = True
+        self._is_stopped = False
         self._formed_early: Batch | None = None
         self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
@@ -239,6 +241,7 @@ class Buffer:
         self.rule.begin_step_nowait(version)
         self._formed_early = None
         self._sent_parts.clear()
+        self._last_parts.clear()
         self._is_idle = False
         self._changed()
 
@@ -247,12 +250,16 @@ class Buffer:
         self._is_idle = True
         self._changed()
 
-    async def wait_batch(self) -> Batch:
+    def stop_nowait(self) -> None:
+        """Form no batch from here on."""
+        self._is_stopped = True
+        self._formed.notify()
+
+    async def wait_batch(self) -> Batch | None:
         """Return the next batch once the rule allows it, and set `last_wait_s`: only the
         time without a step counts. While a step runs, a batch forms only if it loses
-        nothing by that.
+        nothing by that. None: the run stops.
         """
-        clock = asyncio.get_running_loop().time
         self._causes = causes = [(clock(), self._waited_for)]
         self._note_load()
         try:
@@ -263,7 +270,9 @@ class Buffer:
             ):
                 # No wait between take_nowait and return: a cancelled call has either
                 # returned its batch, or left it in the buffer.
-                while not self._may_take:
+                while self._is_stopped or not self._may_take:
+                    if self._is_stopped:
+                        return None
                     await self._formed.wait()
                 batch = self.take_nowait(is_early=not self._is_idle)
         finally:
@@ -287,15 +296,17 @@ class Buffer:
         return batch
 
     async def wait_part(self) -> Batch:
-        """Return a part of the next batch once all its groups are ready, each part once.
-        Sleeps until cancelled if the batch has no other whole part.
+        """Return a part of the next batch, each part once: once all its groups are ready,
+        or else once the batch is taken. Sleeps until cancelled if batches have no parts.
         """
-        with waiting("a part of the batch", on="its groups", who="train loop"):
+        with waiting("a part of the batch", on="its groups"):
             while (part := self.take_part_nowait()) is None:
                 await self._part_formed.wait()
             return part
 
     def take_part_nowait(self) -> Batch | None:
+        if self._last_parts:
+            return self._last_parts.pop()
         size = self.part_groups
         if not size:
             return None
@@ -303,17 +314,9 @@ class Buffer:
         for number in sorted(numbers - self._sent_parts):
             if self.rule.is_settled(number * size, (number + 1) * size):
                 self._sent_parts.add(number)
-                return self._batch(sorted(self._ready)).parts()[number]
+                groups = sorted(self._ready)
+                return self._batch(groups, self.rule.next_batch).parts()[number]
         return None
-
-    def unsent_parts(self, batch: Batch) -> list[Batch]:
-        """Return the parts of a taken batch that wait_part() has not returned; none of a
-        batch that is trained whole.
-        """
-        if not batch.part_groups:
-            return []
-        parts = batch.parts()
-        return [parts[number] for number in parts.keys() - self._sent_parts]
 
     def take_nowait(self, *, is_early: bool = False) -> Batch:
         version = self.rule.next_batch
@@ -321,6 +324,11 @@ class Buffer:
         batch = self._batch(group_ids, version)
         for group_id in group_ids:
             del self._ready[group_id]
+        self._last_parts = [
+            part
+            for number, part in batch.parts().items()
+            if batch.part_groups and number not in self._sent_parts
+        ]
         self.part_groups = batch.next_part_groups
         self._changed()
         for group_id in requeued:
@@ -328,8 +336,7 @@ class Buffer:
         self._formed_early = batch if is_early else None
         return batch
 
-    def _batch(self, group_ids: Sequence[GroupId], version: int | None = None) -> Batch:
-        version = self.rule.next_batch if version is None else version
+    def _batch(self, group_ids: Sequence[GroupId], version: int) -> Batch:
         groups = tuple(self._ready[group_id] for group_id in group_ids)
         return Batch(
             version,
@@ -388,10 +395,11 @@ class Buffer:
         # call is a hang, which only the watchdog would report.
         cause = self._waited_for
         if self._causes is not None and self._causes[-1][1] != cause:
-            self._causes.append((asyncio.get_running_loop().time(), cause))
+            self._causes.append((clock(), cause))
         self._note_load()
         self._part_formed.notify()
-        if self._may_take:
+        # Nobody else waits for a batch, and the rule looks at all groups.
+        if self._causes is not None and self._may_take:
             self._formed.notify()
         if self.rule.num_open:
             self._opened.notify()
@@ -413,9 +421,7 @@ class Buffer:
             # slot, are no reason to admit more.
             is_waiting = self._causes is not None and self._is_idle
             lacks = is_waiting and self._is_asked and self.rule.lacks_groups
-            self._auto.note(
-                asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks
-            )
+            self._auto.note(clock(), self.rule.num_running, lacks=lacks)
 
     def _requeue(self, group_id: GroupId) -> None:
         reason = "all_masked" if self.rule.masks else "dropped"
@@ -456,13 +462,13 @@ def parts_of(group: Group) -> dict[str, set[float]]:
     """Return the values of each part of the reward: 0 for a rollout without parts, which
     a limit cut; a part that applies to no rollout has one value.
     """
-    found = defaultdict[str, set[float]](set)
-    names = {name: 0.0 for one in group.trajectories for name in one.parts}
-    for one in group.trajectories:
-        for name in names:
-            value = one.parts[name].value if one.parts else 0.0
-            found[name] |= set() if value is None else {value}
-    return {name: values or {0.0} for name, values in found.items()}
+    found = dict[str, set[float]]()
+    for name in {name: 0 for one in group.trajectories for name in one.parts}:
+        values = [
+            one.parts[name].value if one.parts else 0.0 for one in group.trajectories
+        ]
+        found[name] = {value for value in values if value is not None} or {0.0}
+    return found
 
 
 def rewards_of(group: Group) -> dict[str, set[float]]:

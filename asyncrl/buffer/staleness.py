@@ -38,7 +38,7 @@ class StalenessRule:
     its last use before next_batch.
 
     Cost: O(1) an event and O(max_staleness) a decision, because deadlines are counted;
-    O(n) a batch.
+    O(n) a batch, and `may_form_early`, which is asked while a trainer wants a batch.
 
     Example: batches of two groups, and no token older than one version.
         >>> rule = StalenessRule(
@@ -79,19 +79,15 @@ class StalenessRule:
         self.num_issued = 0
         self._running: dict[GroupId, int] = {}  # -> deadline
         self._ready: dict[GroupId, int] = {}  # -> deadline
-        self._running_due: Counter[int] = Counter()
-        self._ready_due: Counter[int] = Counter()
+        self._due = Counter[tuple[int, bool]]()
+        """Number of groups by deadline, and whether they are ready."""
         # `wait` and `drop` count a running group's age from its start, because its
         # oldest token decides. `mask` lets it run on, because it may still sample fresh
         # tokens.
         # Last batch that can use a group in flight; inf while `mask` lets it sample.
         self._last_use: dict[GroupId, float] = {}
-        self._num_last = Counter[float]()
-        """Number of groups by last use."""
-        self._sampled = set[GroupId]()
-        """Running groups that only wait for rewards, or teaching."""
-        self._rewarded = set[GroupId]()
-        """Those that have their rewards."""
+        self._sampled: dict[GroupId, bool] = {}
+        """Running groups that only wait for rewards, or with True for teaching."""
 
     # ---- queries
 
@@ -126,7 +122,7 @@ class StalenessRule:
         # start before the engines serve a newer version.
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
-        if self.num_ready + len(self._rewarded) >= self.num_groups:
+        if self.num_ready + sum(self._sampled.values()) >= self.num_groups:
             return "teaching"
         if self.num_ready + len(self._sampled) >= self.num_groups:
             return "rewards"
@@ -146,17 +142,13 @@ class StalenessRule:
         batch 3. Group 2 runs since version 2, so batch 3 is its last. It may still end
         before the trainer needs the batch, and then it is in it.
         """
-        num_last = self._num_last[self.next_batch]
-        if num_last == 0:
-            return True
-        taken = self._earliest()
-        return num_last == sum(self._last_use[i] == self.next_batch for i in taken)
+        last = {i for i, use in self._last_use.items() if use == self.next_batch}
+        return last <= {*self._earliest()}
 
     @property
     def lacks_groups(self) -> bool:
         """Return whether a larger look-ahead would help the next batch."""
-        causes = ("generation", "rewards", "teaching", "publishing")
-        return self.num_open == 0 and self.waits_for in causes
+        return self.num_open == 0 and self.waits_for not in (None, "stragglers")
 
     def _is_in_danger(self) -> bool:
         """Return whether taking the next batch could break a deadline: all remaining
@@ -172,10 +164,11 @@ class StalenessRule:
         # the groups due by D are ready, so at least one still runs. Its end, good or
         # bad, ends the wait.
         num_due = num_taken = 0
-        for deadline in sorted(self._running_due.keys() | self._ready_due.keys()):
-            num_due += self._running_due[deadline] + self._ready_due[deadline]
+        for deadline in sorted({deadline for deadline, _ in self._due}):
+            num_ready = self._due[deadline, True]
+            num_due += num_ready + self._due[deadline, False]
             # The batch takes earliest deadlines first, as take_nowait does.
-            num_taken = min(self.num_groups, num_taken + self._ready_due[deadline])
+            num_taken = min(self.num_groups, num_taken + num_ready)
             if num_due - num_taken > (deadline - self.next_batch) * self.num_groups:
                 return True
         return False
@@ -219,12 +212,8 @@ class StalenessRule:
                 late.append(group_id)
                 continue
             num_kept += 1
-            groups, due = (
-                (self._running, self._running_due)
-                if is_running
-                else (self._ready, self._ready_due)
-            )
-            self._add(groups, due, group_id, oldest, last_use)
+            groups = self._running if is_running else self._ready
+            self._add(groups, group_id, oldest, last_use)
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
@@ -257,7 +246,7 @@ class StalenessRule:
         group_id = GroupId(self.num_issued)
         self.num_issued += 1
         last_use = self._use_until(self.served, math.inf)
-        self._add(self._running, self._running_due, group_id, self.served, last_use)
+        self._add(self._running, group_id, self.served, last_use)
         return Ticket(group_id, start_version=self.served)
 
     def sampled_nowait(
@@ -273,10 +262,7 @@ class StalenessRule:
 
         Returns True, and forgets it, if no batch can use it any more.
         """
-        self._rewarded.discard(group_id)
-        if has_rewards:
-            self._rewarded.add(group_id)
-        self._sampled.add(group_id)
+        self._sampled[group_id] = has_rewards
         if not self.masks:
             return False
         # Without this, a group that waits a long time for its rewards would hold its
@@ -284,18 +270,17 @@ class StalenessRule:
         newest = self.newest if newest is None else newest
         # A later call must not extend the last use.
         last_use = min(self._last_use[group_id], newest + self.max_staleness)
-        self._set_last_use(group_id, last_use)
+        self._last_use[group_id] = last_use
         if last_use >= self.next_batch:
             return False
         self.fail_nowait(group_id)
         return True
 
     def samples_again_nowait(self, group_id: GroupId) -> None:
-        self._sampled.discard(group_id)
-        self._rewarded.discard(group_id)
+        self._sampled.pop(group_id, None)
         # A retry samples with the weights of now, so the group has fresh tokens again.
         if self.masks:
-            self._set_last_use(group_id, math.inf)
+            self._last_use[group_id] = math.inf
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """Mark a running group as ready; `oldest` and `newest` are the versions of its
@@ -317,11 +302,11 @@ class StalenessRule:
         last_use = self._use_until(oldest, newest)
         if last_use < self.next_batch:
             return True
-        self._add(self._ready, self._ready_due, group_id, oldest, last_use)
+        self._add(self._ready, group_id, oldest, last_use)
         return False
 
     def fail_nowait(self, group_id: GroupId) -> None:
-        self._forget(self._running, self._running_due, group_id)
+        self._forget(self._running, group_id)
 
     def take_nowait(
         self, *, is_early: bool = False
@@ -339,7 +324,7 @@ class StalenessRule:
             raise WouldWait(f"batch {self.next_batch} waits for {cause}")
         group_ids = self._earliest()
         for group_id in group_ids:
-            self._forget(self._ready, self._ready_due, group_id)
+            self._forget(self._ready, group_id)
         self.next_batch += 1
         if not is_early:
             self.newest = self.next_batch
@@ -354,7 +339,7 @@ class StalenessRule:
         )
         for group_id in requeued:
             if group_id in self._ready:
-                self._forget(self._ready, self._ready_due, group_id)
+                self._forget(self._ready, group_id)
             else:
                 self.fail_nowait(group_id)
         return group_ids, requeued
@@ -370,17 +355,6 @@ class StalenessRule:
         )
         return tuple(sorted(group_id for _, group_id in earliest))
 
-    def _set_last_use(self, group_id: GroupId, last_use: float | None) -> None:
-        """None: the group leaves."""
-        before = self._last_use.pop(group_id, None)
-        if before is not None:
-            self._num_last[before] -= 1
-            if not self._num_last[before]:
-                del self._num_last[before]
-        if last_use is not None:
-            self._last_use[group_id] = last_use
-            self._num_last[last_use] += 1
-
     def _use_until(self, oldest: int, newest: float) -> float:
         """Return the last batch that can use a group with tokens of these versions;
         `newest` is inf while it samples.
@@ -390,23 +364,19 @@ class StalenessRule:
     def _add(
         self,
         groups: dict[GroupId, int],
-        due: Counter[int],
         group_id: GroupId,
         oldest: int,
         last_use: float,
     ) -> None:
         groups[group_id] = deadline = oldest + self.max_staleness
-        due[deadline] += 1
-        self._set_last_use(group_id, last_use)
+        self._due[deadline, groups is self._ready] += 1
+        self._last_use[group_id] = last_use
 
-    def _forget(
-        self, groups: dict[GroupId, int], due: Counter[int], group_id: GroupId
-    ) -> None:
-        self._set_last_use(group_id, None)
-        self._sampled.discard(group_id)
-        self._rewarded.discard(group_id)
-        deadline = groups.pop(group_id)
-        due[deadline] -= 1
-        if not due[deadline]:
+    def _forget(self, groups: dict[GroupId, int], group_id: GroupId) -> None:
+        del self._last_use[group_id]
+        self._sampled.pop(group_id, None)
+        due = groups.pop(group_id), groups is self._ready
+        self._due[due] -= 1
+        if not self._due[due]:
             # Otherwise past deadlines would stay as keys and slow every decision.
-            del due[deadline]
+            del self._due[due]

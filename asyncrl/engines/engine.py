@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
+from asyncrl.base.waits import clock
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
 from asyncrl.messages import engine_api as api
@@ -81,7 +82,7 @@ class CallScope:
         # hide why.
         self._why_cut = self._why_cut or what
         while self._limits:
-            self._limits.pop().reschedule(asyncio.get_running_loop().time())
+            self._limits.pop().reschedule(clock())
 
     def lost(self, what: str) -> EngineLost:
         way_out = f"read {self.name}'s log for why, then start the run again."
@@ -107,6 +108,11 @@ class CallScope:
             what = f"{where} gave an invalid answer to {failure.path}: {failure.why}"
             return EngineError(self.name, what, way_out=way_out)
         return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
+
+
+def raise_lost(lost: EngineLost) -> None:
+    """React to a lost server if nobody supervises it."""
+    raise lost
 
 
 def refused(

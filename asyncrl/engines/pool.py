@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,8 +11,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.waits import Signal, waiting
-from asyncrl.engines.engine import EngineClient
+from asyncrl.base.waits import Signal, clock, waiting
+from asyncrl.engines.engine import EngineClient, raise_lost
 from asyncrl.messages.records import CallSpan, Completion
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import EMPTY, SegmentPart, Tokens
@@ -53,7 +52,7 @@ class EnginePool:
     ) -> None:
         self.servers = tuple(servers)
         self.slots = slots
-        self._on_lost = on_lost
+        self._on_lost = on_lost or raise_lost
         self._index = {server.name: index for index, server in enumerate(servers)}
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
@@ -167,8 +166,6 @@ class EnginePool:
                     # stay, so the next server continues after them; only unreported
                     # tokens are sampled again.
                     join.cut()
-                    if self._on_lost is None:
-                        raise
                     # It takes the server down before it returns. Otherwise this loop
                     # would choose the dead server again at once.
                     self._on_lost(lost)
@@ -189,8 +186,6 @@ class EnginePool:
                     with waiting(what, on=server.name, who="rollouts"):
                         return await call(server)
                 except EngineLost as lost:
-                    if self._on_lost is None:
-                        raise
                     self._on_lost(lost)
 
     async def _wait_up(self) -> None:
@@ -225,7 +220,6 @@ class EnginePool:
             on_chunk(part)
             return True
 
-        clock = asyncio.get_running_loop().time
         sent = self._sent[index]
         while True:
             # The same request_id again is fine: the link numbers its requests, and

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Answer, Caller, CallRefused
-from asyncrl.base.waits import Signal, note_span, waiting
-from asyncrl.engines.engine import CallScope, ServerClient
+from asyncrl.base.waits import Signal, clock, note_span, waiting
+from asyncrl.engines.engine import CallScope, ServerClient, raise_lost
 from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
 from asyncrl.messages.records import Prompt, Rollout
 
@@ -61,7 +61,7 @@ class RoleClient(ServerClient):
     ) -> None:
         self.name = caller.name
         self._caller = caller
-        self._on_lost = on_lost
+        self._on_lost = on_lost or raise_lost
         self._places = asyncio.Semaphore(places)
         self._scope = self._open_scope()
         self.is_up = True
@@ -122,8 +122,6 @@ class RoleClient(ServerClient):
                         path, body, TransferStats, timeout_s=None
                     )
             except EngineLost as lost:
-                if self._on_lost is None:
-                    raise
                 self._on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)
 
@@ -168,8 +166,6 @@ class RoleClient(ServerClient):
                         if not self.is_asleep:
                             return await self._sent(send)
             except EngineLost as lost:
-                if self._on_lost is None:
-                    raise
                 # It clears `is_up`, so the next round waits for a new process. Repeating
                 # is safe, because these servers keep nothing between calls.
                 self._on_lost(lost)
@@ -184,7 +180,6 @@ class RoleClient(ServerClient):
                 ) from refusal
 
     async def _sent(self, send: Callable[[], Awaitable[T]]) -> T:
-        clock = asyncio.get_running_loop().time
         self._num_sent += 1
         self._span = self._span[:1] or [clock()]
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.base.errors import CheckpointError, TrainerLost, find_fatal
-from asyncrl.base.waits import note_span, waiting
+from asyncrl.base.waits import clock, note_span, waiting
 from asyncrl.job import checkpoint_callback
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -142,7 +142,7 @@ class Checkpointer:
             controller = self.controller_state()
             # From here on, training continues while the files are written.
             begun.set()
-            began_s = asyncio.get_running_loop().time()
+            began_s = clock()
             # Not under the lock below: a trainer that dies now must be able to recover.
             await self.trainer.wait_save_state()
             # A trainer that recovers holds this lock and goes first: finish() may prune
@@ -162,7 +162,7 @@ class Checkpointer:
                     "checkpoints",
                     "checkpoint",
                     began_s,
-                    asyncio.get_running_loop().time(),
+                    clock(),
                     version,
                 )
                 # Still under the lock: a recovery needs the batches since its

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias, TypeVar
 
 from asyncrl.base.errors import ComponentError, EngineLost
-from asyncrl.base.waits import Signal, note_span, shielded, waiting
+from asyncrl.base.waits import Signal, clock, note_span, shielded, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -234,7 +234,7 @@ class Colocated(ColocatedPush):
         yield
 
     async def _hand_to_trainer(self) -> TransferStats:
-        now_s = asyncio.get_running_loop().time()
+        now_s = clock()
         since_s = self.lease.since_s
         for engine in self.targets:
             note_span(engine.name, "generate", since_s, now_s, self.version)

@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.base.errors import (
     AsyncrlError,
@@ -44,6 +44,7 @@ from asyncrl.launch.supervise import Server, Supervision, first_death
 from asyncrl.observe.console import RunLog
 from asyncrl.observe.run_dir import ID_FILE, LOCK_FILE, LOG_FILE
 
+T = TypeVar("T")
 logger = logging.getLogger("asyncrl.job.lifecycle")
 
 CLOSE_TIMEOUT_S = 15.0
@@ -132,7 +133,7 @@ class Lifecycle:
         self._group: asyncio.TaskGroup | None = None
         # Weak: a run has a task per rollout, and only the unfinished ones, which the
         # group holds, can be cancelled.
-        self._tasks = weakref.WeakSet[asyncio.Task[None]]()
+        self._tasks = weakref.WeakSet[asyncio.Task[Any]]()
         # Of concurrent.futures, since an asyncio one needs the loop, which starts
         # later.
         self._broken: Future[None] = Future()
@@ -232,9 +233,7 @@ class Lifecycle:
         heartbeat_s = config.observe.heartbeat_s
         return Supervision(config.supervision, heartbeat_s, self.log.warn, on_event)
 
-    def spawn(
-        self, coro: Coroutine[Any, Any, None], *, name: str
-    ) -> asyncio.Task[None]:
+    def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)

@@ -25,15 +25,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.base.errors import EngineLost, TrainerError
 from asyncrl.base.extensions import load_place
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import run_loop
-from asyncrl.base.waits import Signal, note_span, run_in_thread, span, waiting
+from asyncrl.base.waits import Signal, clock, note_span, run_in_thread, span, waiting
 from asyncrl.config import JobConfig
 from asyncrl.job.build import build
 from asyncrl.job.check.config_check import check_reports
@@ -58,21 +57,11 @@ from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import LOG_FILE
 from asyncrl.observe.trackers import Callbacks
 from asyncrl.observe.watchdog import Reported
-from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import record_code
 from asyncrl.trainer.model.model_folder import fetch_architectures
 
-T = TypeVar("T")
-
-
-class BegunStep(NamedTuple):
-    """A batch that the trainer has, and what the trainer waited for before."""
-
-    batch: Batch
-    waits: Mapping[str, float]
-    answer: asyncio.Task[TrainResponse]
-
-
+BegunStep = tuple[Batch, asyncio.Task[TrainResponse]]
+"""A batch that the trainer has, and the step that trains it."""
 EVALUATING = ("publisher", "evaluation")
 """Tasks that the last evaluation needs."""
 
@@ -152,7 +141,6 @@ class Job(TrainingJob):
         lifecycle.servers = run.fleet.servers
         lifecycle.closes("producers", run.producers.aclose)
         self._done = Signal()
-        self._tasks = set[asyncio.Task[Any]]()
 
     async def train(self) -> None:
         await self._start_services(self.run)
@@ -214,11 +202,9 @@ class Job(TrainingJob):
         version = run.trainer.policy_version
         evaluation = run.evaluation
         on_rollout_engines = evaluation if run.fleet.eval_client is None else None
+        self.lifecycle.spawn(self._stop(run), name="evaluation stop")
         if evaluation is not None:
             self.lifecycle.spawn(evaluation.run(), name="evaluation")
-            self.lifecycle.spawn(
-                self._stop_evaluation(evaluation), name="evaluation stop"
-            )
         if version > 0:
             self.lifecycle.log.activity("bringing the weights to the engines")
         # Before any rollout: the engines of a resumed run still have the initial
@@ -241,13 +227,18 @@ class Job(TrainingJob):
             self.lifecycle.spawn(run.scale.follow(), name="scale")
         if run.pressure is not None:
             self.lifecycle.spawn(run.pressure.follow(), name="slots")
+        is_auto = self.lifecycle.config.trainer.stream == "auto"
+        if is_auto and run.buffer.part_tokens > 0 and not self.placement.moves:
+            self.lifecycle.spawn(self._send_parts(run), name="parts")
 
-    async def _stop_evaluation(self, evaluation: Evaluation) -> None:
+    async def _stop(self, run: Components) -> None:
+        await self.lifecycle.stop.wait()
+        run.buffer.stop_nowait()
         # While rollout engines evaluate, the next push or handover waits. A stopped run
         # must not wait for a whole evaluation before it makes its checkpoint. And agents
         # that a signal ends must not count as the policy's failures.
-        await self.lifecycle.stop.wait()
-        evaluation.stop_nowait()
+        if run.evaluation is not None:
+            run.evaluation.stop_nowait()
 
     async def _train_loop(self, run: Components) -> None:
         """Train step after step. With max_staleness >= 1, the next batch is formed, made
@@ -259,6 +250,7 @@ class Job(TrainingJob):
             trainer       step 8                         export  step 9
         """
         self.lifecycle.can_stop = True
+        spawn = self.lifecycle.spawn
         num_steps = self.lifecycle.config.trainer.num_steps
         self._num_done = run.trainer.policy_version
         recording: asyncio.Future[None] | None = None
@@ -266,15 +258,16 @@ class Job(TrainingJob):
         try:
             while self._num_done < num_steps:
                 if beginning is None:
-                    beginning = self._task(self._begin_step(run), "next batch")
+                    beginning = spawn(self._begin_step(run), name="next batch")
                 step = await beginning
                 beginning = None
                 if step is None:
                     return
-                batch = step.batch
+                waits = run.buffer.wait_gauges()  # before the next batch is waited for
+                batch, answer = step
                 if self._is_ahead and batch.version + 1 < num_steps:
-                    beginning = self._task(self._begin_step(run), "next batch")
-                report = await step.answer
+                    beginning = spawn(self._begin_step(run), name="next batch")
+                report = await answer
                 if not run.trainer.is_training:
                     run.buffer.idle_nowait()
                 # Not awaited: if this record is lost, the resume trains on the batch
@@ -292,7 +285,7 @@ class Job(TrainingJob):
                 # need not wait for metrics and samples either.
                 ended = self.reporter.end_step(run, batch)
                 recording = asyncio.ensure_future(
-                    self._record(run, batch, report, {**counted, **step.waits}, ended)
+                    self._record(run, batch, report, {**counted, **waits}, ended)
                 )
                 if run.checkpointer.is_due(report.policy_version):
                     # The checkpoint makes the line durable: a resume from that version
@@ -304,9 +297,6 @@ class Job(TrainingJob):
                 self._num_done = report.policy_version
                 self._done.notify()
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
             if recording is not None:
                 # Also if the next step has failed. Not `await recording`: a second await
                 # of a failed future takes the traceback from its error.
@@ -322,63 +312,39 @@ class Job(TrainingJob):
         """
         return "next batch" if run.trainer.is_training else "trainer"
 
-    def _task(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _begin_step(self, run: Components) -> BegunStep | None:
         """Form a batch, make it durable, and send it to the trainer; None: the run stops."""
-        streams = self._streams(run)
-        if streams:
-            early = self._task(self._send_parts(run), "parts of the next batch")
-        batch = await self._next_batch(run)
-        if streams:
-            early.cancel()
+        batch = await run.buffer.wait_batch()
         if batch is None:
             return None
         version = batch.version
-        for part in run.buffer.unsent_parts(batch) if streams else ():
-            self._send_nowait(run, part)
-        waits = run.buffer.wait_gauges()
         # The step begins only once its batch is durable. If the process dies before, a
         # resume finds the groups in the buffer, and no trace of the step. If it dies
         # later, a resume trains on the same groups as the same version. So no group is
         # in two batches.
-        durable = asyncio.ensure_future(run.journal.add_batch(batch))
-        try:
-            with span(self._lane(run), "to trainer", version):
-                await run.scheduler.to_trainer()
-            with span(self._lane(run), "pack", version):
-                body = await run.trainer.pack(batch)
-            with span(self._lane(run), "journal", version):
-                await durable
-        finally:
-            durable.cancel()
-            # Retrieves its error. If the journal fails, its watch ends the run.
-            await asyncio.gather(durable, return_exceptions=True)
+        durable = self.lifecycle.spawn(run.journal.add_batch(batch), name="durable")
+        with span(self._lane(run), "to trainer", version):
+            await run.scheduler.to_trainer()
+        with span(self._lane(run), "pack", version):
+            body = await run.trainer.pack(batch)
+        with span(self._lane(run), "journal", version):
+            await durable
         # A checkpoint is copied between two steps. One step may wait at the trainer.
         num_ahead = 0 if run.checkpointer.is_due(version) else 1
         with waiting("the step before", on="train loop", who="next batch"):
             await self._done.wait_for(lambda: self._num_done >= version - num_ahead)
         run.buffer.begin_step_nowait(version)
-        answer = self._task(self._train(run, version, body), f"step {version + 1}")
-        return BegunStep(batch, waits, answer)
-
-    def _streams(self, run: Components) -> bool:
-        is_auto = self.lifecycle.config.trainer.stream == "auto"
-        return is_auto and run.buffer.part_tokens > 0 and not self.placement.moves
+        training = self._train(run, version, body)
+        answer = self.lifecycle.spawn(training, name=f"step {version + 1}")
+        return batch, answer
 
     async def _send_parts(self, run: Components) -> None:
-        """Send parts of the batch that forms as they become whole, until cancelled."""
+        """Send parts of batches as they become whole, until cancelled."""
         while True:
-            self._send_nowait(run, await run.buffer.wait_part())
-
-    def _send_nowait(self, run: Components, part: Batch) -> None:
-        # The rank takes them in any order, with the same bits.
-        self._task(self._send(run, part), f"a part of step {part.version + 1}")
+            part = await run.buffer.wait_part()
+            # The rank takes them in any order, with the same bits.
+            name = f"a part of step {part.version + 1}"
+            self.lifecycle.spawn(self._send(run, part), name=name)
 
     async def _send(self, run: Components, part: Batch) -> None:
         try:
@@ -389,7 +355,6 @@ class Job(TrainingJob):
             logger.info("a part of step %d: %s", part.version + 1, error)
 
     async def _train(self, run: Components, version: int, body: bytes) -> TrainResponse:
-        clock = asyncio.get_running_loop().time
         start_s = clock()
         report = await run.trainer.step(version, body)
         # Not the time in which the step before ran.
@@ -407,20 +372,6 @@ class Job(TrainingJob):
     ) -> None:
         found = await run_in_thread(batch_metrics, batch, run.special_tokens)
         self.reporter.step(run, batch, report, {**counted, **found}, ended)
-
-    async def _next_batch(self, run: Components) -> Batch | None:
-        if self.lifecycle.stop.is_set():
-            return None
-        waiting = asyncio.ensure_future(run.buffer.wait_batch())
-        stopping = asyncio.ensure_future(self.lifecycle.stop.wait())
-        try:
-            await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            # A batch that forms as the stop arrives is still trained on: its groups
-            # have left the buffer.
-            return waiting.result() if waiting.done() else None
-        finally:
-            waiting.cancel()
-            stopping.cancel()
 
     async def end(self) -> None:
         # A resume takes the rewards that are posted from here.

@@ -6,7 +6,6 @@ turns, and requeued prompts come first.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Collection, Mapping
@@ -23,11 +22,10 @@ from asyncrl.job.components import Components
 from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoint_folders import Checkpoint, Checkpoints, set_aside
+from asyncrl.journal.checkpoint_folders import Checkpoint, Checkpoints
 from asyncrl.journal.read import ResumeState, count_trained, has_groups, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
-from asyncrl.observe.console import RunLog
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import (
     METRICS_FILE,
@@ -63,10 +61,6 @@ class ResumePoint:
     @property
     def trainer_dir(self) -> Path | None:
         return None if self.checkpoint is None else self.checkpoint.trainer_dir
-
-    async def set_damaged_aside(self, log: RunLog) -> None:
-        for text in await asyncio.to_thread(set_aside, self.damaged):
-            log.info(text)
 
 
 def settle_saved(folder: Path) -> bool:

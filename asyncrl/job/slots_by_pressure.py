@@ -11,7 +11,7 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.rollouts.pressure import EngineLoad, SlotsRule
+from asyncrl.rollouts.pressure import SlotsRule
 from asyncrl.rollouts.rollout import Slots
 
 logger = logging.getLogger(__name__)
@@ -56,23 +56,17 @@ class SlotsByPressure:
         # Asleep engines have empty caches. Nothing is learned from them.
         if not healths or any(health.asleep for health in healths):
             return
-        load = EngineLoad(
-            num_engines=len(healths),
-            kv_wanted=max(map(kv_wanted, healths)),
-            num_preempted=sum(health.num_preempted for health in healths),
-            num_running=self.slots.num_held,
-            num_ended=self.slots.num_ended,
-        )
-        old = self.slots.capacity
-        self.rule.look(load)
+        wanted = max(map(kv_wanted, healths))
+        slots = self.slots
+        old = slots.capacity
+        self.rule.look(len(healths), wanted, slots.num_held, slots.num_ended)
         self.resize_nowait(len(healths))
-        if old != self.slots.capacity:
+        if old != slots.capacity:
             logger.info(
-                "%d instead of %d rollouts may sample (%.0f%% of the KV cache wanted, %d preemptions)",
-                self.slots.capacity,
+                "%d instead of %d rollouts may sample (%.0f%% of the KV cache wanted)",
+                slots.capacity,
                 old,
-                100 * load.kv_wanted,
-                load.num_preempted,
+                100 * wanted,
             )
 
 

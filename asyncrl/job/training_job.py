@@ -27,6 +27,7 @@ from asyncrl.job.lifecycle import (
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint, find_resume, settle_saved
 from asyncrl.job.trainer_recovery import SupervisedTrainer
+from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.supervise import Server, ask_children
 from asyncrl.observe.console import logging_to
@@ -125,7 +126,8 @@ class TrainingJob(ABC):
             write_whole(path, run_config_yaml(self.settings))
         for pin in self.pins:
             pin.write()
-        await self.point.set_damaged_aside(self.lifecycle.log)
+        for text in await asyncio.to_thread(set_aside, self.point.damaged):
+            self.lifecycle.log.info(text)
 
     async def _report_status(self, watchdog: Watchdog) -> None:
         while True:

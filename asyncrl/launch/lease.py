@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from asyncrl.base.errors import AsyncrlError, ComponentError
-from asyncrl.base.waits import note_span, shielded, waiting
+from asyncrl.base.waits import clock, note_span, shielded, waiting
 from asyncrl.engines.role_client import CALL_TIMEOUT_S
 from asyncrl.messages.engine_api import TransferStats
 
@@ -162,7 +162,6 @@ class Lease:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             what = f"a handover to the {to} cannot begin ({why})"
             raise ComponentError("placement", what)
-        clock = asyncio.get_running_loop().time
         began_s = clock()
         total_bytes = 0
         self.state = LeaseState.HANDOVER
@@ -222,7 +221,7 @@ class Lease:
 
     async def _one(self, name: str, call: Call, work: Awaitable[TransferStats]) -> int:
         working = asyncio.ensure_future(work)
-        began_s = asyncio.get_running_loop().time()
+        began_s = clock()
         num_restarts = 0
         last_restarts: int | None = None
         try:
@@ -244,7 +243,7 @@ class Lease:
             num_bytes = working.result().num_bytes
             # The trainer's lane has its handovers as a whole, "weight sync" the pushes.
             if call.of in ("engines", "servers"):
-                now_s = asyncio.get_running_loop().time()
+                now_s = clock()
                 parts = " and ".join(call.parts)
                 note_span(name, call.verb, began_s, now_s, text=parts)
             return num_bytes

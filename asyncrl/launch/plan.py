@@ -461,9 +461,14 @@ def _fit_parts(plan: Plan, config: RunConfig) -> Plan:
         free, _ = plan.memory[device]
         if free is not None and plan.needed_bytes(device) > free:
             whole = replace(placement, whole_because=NO_ROOM)
-            processes = lay_out(config, plan.shape, whole)
-            return replace(plan, placement=whole, processes=processes)
+            return _placed(plan, config, whole)
     return plan
+
+
+def _placed(plan: Plan, config: RunConfig, placement: Placement) -> Plan:
+    """Return the plan with another placement."""
+    processes = lay_out(config, plan.shape, placement)
+    return replace(plan, placement=placement, processes=processes)
 
 
 def _share_memory(plan: Plan, config: RunConfig) -> Plan:
@@ -482,8 +487,7 @@ def _share_memory(plan: Plan, config: RunConfig) -> Plan:
         # In this order: if parts have no room, whole batches may have it.
         for whole in (why or NO_ROOM, why):
             resident = replace(placement, resident=True, whole_because=whole)
-            processes = lay_out(config, plan.shape, resident)
-            both = replace(plan, placement=resident, processes=processes)
+            both = _placed(plan, config, resident)
             devices = map(resident.label, resident.trainer)
             if all(map(partial(_has_room, both), devices)):
                 plan = both

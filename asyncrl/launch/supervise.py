@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from asyncrl.base import errors
 from asyncrl.base.errors import ComponentError, NodeLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.waits import note_span, waiting
+from asyncrl.base.waits import clock, note_span, waiting
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.launch.processes import Process
 from asyncrl.messages.engine_api import EngineHealth
@@ -163,7 +163,6 @@ class Supervisor:
         NodeLost       True      waits 5 s, start succeeds: lost = None
         None                     watches the new process
         """
-        clock = asyncio.get_running_loop().time
         lost = None
         if not self.is_up:
             # An engine that was parked starts with a clean record.
@@ -200,7 +199,7 @@ class Supervisor:
         if not limit:
             raise lost
         if isinstance(lost, NodeLost):
-            now_s = asyncio.get_running_loop().time()
+            now_s = clock()
             is_dispensable = self._is_dispensable()
             # While other engines serve, the clock starts again at each try, so that the
             # wait has no limit. It runs from the first try once the run needs the node.
@@ -235,7 +234,6 @@ class Supervisor:
         """Return the reason of another loss, if any. `is_told`: its node was missing
         before.
         """
-        clock = asyncio.get_running_loop().time
         is_node_gone = isinstance(lost, NodeLost)
         try:
             allowance, wait_s = self._allow(lost)

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from asyncrl.base.errors import ComponentError, PublishError, RolloutFailure
 from asyncrl.base.failures import FailureKind
-from asyncrl.base.waits import Signal, note_span, waiting, within
+from asyncrl.base.waits import Signal, clock, note_span, waiting, within
 from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
@@ -227,8 +227,8 @@ class HeldOut:
         if all(rollout[0].unscored is None for rollout in rollouts.values()):
             return outcomes
         scorer = self.scorers.of(prompt)
-        scored, failed = await score_group(scorer, prompt, rollouts, len(outcomes))
-        rewarded = {**dict(enumerate(outcomes)), **scored, **failed}
+        scored = await score_group(scorer, prompt, rollouts, len(outcomes))
+        rewarded = {**dict(enumerate(outcomes)), **scored}
         return [*rewarded.values()]
 
 
@@ -377,7 +377,6 @@ class Evaluation:
     async def wait_released(self) -> None:
         if not self.is_holding():
             return
-        clock = asyncio.get_running_loop().time
         start_s = clock()
         with waiting("the evaluation of the version that is served", on="evaluation"):
             await self._changed.wait_for(lambda: not self.is_holding())
@@ -404,11 +403,11 @@ class Evaluation:
         # First: _sample reports no late evaluation while the state is off.
         self.stats.state = "off"
         if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time())
+            self._limit.reschedule(clock())
         self._drop()
 
     async def _evaluate(self, pending: DueVersion) -> None:
-        start_s = asyncio.get_running_loop().time()
+        start_s = clock()
         self.stats.version = pending.version
         try:
             if pending.weights is not None:
@@ -416,7 +415,7 @@ class Evaluation:
                 await self._load(pending.weights, pending.due[0].config.timeout_s)
             for held_out in pending.due:
                 await self._sample(held_out, pending.version, start_s)
-                start_s = asyncio.get_running_loop().time()
+                start_s = clock()
         except ComponentError as error:
             # Training needs the rollout engines. An eval engine costs only evaluations.
             if self.target is None:
@@ -457,7 +456,7 @@ class Evaluation:
             replace(
                 result,
                 name=held_out.name,
-                seconds=asyncio.get_running_loop().time() - start_s,
+                seconds=clock() - start_s,
                 num_skipped=stats.skipped,
                 num_abandoned=stats.abandoned,
             )

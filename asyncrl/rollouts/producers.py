@@ -7,13 +7,14 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 from statistics import fmean
 from typing import ClassVar, Literal
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError, WouldWait
+from asyncrl.base.waits import clock
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.engines.role_client import Annotate
@@ -21,6 +22,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
     Group,
     GroupId,
+    Outcome,
     Prompt,
     Rollout,
     Ticket,
@@ -33,6 +35,7 @@ from asyncrl.rollouts.rollout import (
     Phase,
     RolloutAttempt,
     RolloutRunner,
+    Scored,
     Slots,
     annotate_group,
     how_failed,
@@ -209,7 +212,7 @@ class Producers:
         return f"{text}, {num_awaited} wait for rewards" if num_awaited else text
 
     def oldest(self) -> list[tuple[str, float]]:
-        now_s = asyncio.get_running_loop().time()
+        now_s = clock()
         oldest = islice(self.runner.started_s.items(), NUM_OLDEST)
         return [(name, now_s - start_s) for name, start_s in oldest]
 
@@ -328,11 +331,14 @@ class Producers:
 
     def _on_phase(self, group: RunningGroup, index: int, phase: Phase) -> None:
         group.phases[index] = phase
-        group_id = group.ticket.group_id
         if phase != "sampling":
             self._note_sampled(group)
-        elif self._groups.get(group_id) is group:
-            self.sink.samples_again_nowait(group_id)
+        elif self._is_running(group):
+            self.sink.samples_again_nowait(group.ticket.group_id)
+
+    def _is_running(self, group: RunningGroup) -> bool:
+        """Return False once the buffer has revoked the group, or it has failed."""
+        return self._groups.get(group.ticket.group_id) is group
 
     def _note_sampled(self, group: RunningGroup) -> None:
         """Notify the buffer if a group only waits for rewards or teaching.
@@ -340,11 +346,10 @@ class Producers:
         With `mask` the buffer then gives up a group whose tokens are all too old. To
         wait for its rewards first would hold an admission for nothing.
         """
-        group_id = group.ticket.group_id
         phases = {*group.phases.values()}
-        if self._groups.get(group_id) is group and "sampling" not in phases:
+        if self._is_running(group) and "sampling" not in phases:
             has_rewards = phases == {"teaching"} and not group.is_unscored
-            self.sink.sampled_nowait(group_id, has_rewards=has_rewards)
+            self.sink.sampled_nowait(group.ticket.group_id, has_rewards=has_rewards)
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
@@ -354,7 +359,7 @@ class Producers:
         outcome = await self.runner.run(attempt, slots=self.slots, order=order)
         # The buffer has revoked the group, and its prompt is in use again: this outcome
         # must not count.
-        if self._groups.get(group_id) is not group:
+        if not self._is_running(group):
             return
         del group.phases[index]
         if isinstance(outcome, FailedRollout):
@@ -403,38 +408,44 @@ class Producers:
             group_id, group.group(), has_rewards=not group.is_unscored
         )
         # The buffer may have revoked it just now.
-        if self._groups.get(group_id) is group and not awaited_of(group.rollouts):
+        if self._is_running(group) and not awaited_of(group.rollouts):
             task = self.spawn(self._score(group), name=f"reward g{group_id}")
             group.tasks.append(task)
 
     def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
         name = f"g{group.ticket.group_id}/r{index}"
         weights = self.scorers.of(group.prompt).weights
-        check = functools.partial(with_outcome, group.rollouts[index], weights=weights)
-        self.late.await_nowait(name, digest, check)
-        waiting = self._await_reward(group, index, digest)
+        paid = functools.partial(with_outcome, group.rollouts[index], weights=weights)
+        self.late.await_nowait(name, digest, paid)
+        waiting = self._await_reward(group, index, digest, paid)
         task = self.spawn(waiting, name=f"reward {name}")
         group.tasks.append(task)
 
-    async def _await_reward(self, group: RunningGroup, index: int, digest: str) -> None:
-        """Complete a rollout once its reward is posted, or fail it at the limit."""
+    async def _await_reward(
+        self,
+        group: RunningGroup,
+        index: int,
+        digest: str,
+        paid: Callable[[Outcome], Rollout],
+    ) -> None:
+        """Complete a rollout once its reward is posted, or fail it at the limit. `paid`
+        returns it with the reward.
+        """
         # The journal holds the rollout without its reward, so a run that is killed here
         # awaits it again.
-        group_id = group.ticket.group_id
         try:
-            outcome = await self.late.wait(f"g{group_id}/r{index}", digest)
+            name = f"g{group.ticket.group_id}/r{index}"
+            outcome = await self.late.wait(name, digest)
         except RewardFailure as failure:
-            if self._groups.get(group_id) is not group:  # revoked, or has failed
+            if not self._is_running(group):
                 return
-            self._rewarded(group, {}, {index: failure})
+            self._rewarded(group, {index: failure})
         else:
-            weights = self.scorers.of(group.prompt).weights
-            rollout = with_outcome(group.rollouts[index], outcome, weights)
-            self._rewarded(group, {index: rollout}, {})
+            self._rewarded(group, {index: paid(outcome)})
             await self.late.settle(digest)
         # The reward of a sibling may have completed the group while this one was
         # written.
-        if self._groups.get(group_id) is group and not group.phases:
+        if self._is_running(group) and not group.phases:
             self._sampled(group)
 
     async def _score(self, group: RunningGroup) -> None:
@@ -444,40 +455,39 @@ class Producers:
         group_id = group.ticket.group_id
         prompt = group.prompt
         if group.is_unscored:
-            scored, failed = await score_group(
+            scored = await score_group(
                 self.scorers.of(prompt), prompt, group.rollouts, group.size
             )
-            if self._groups.get(group_id) is not group:  # revoked, as in _run_rollout
+            if not self._is_running(group):  # as in _run_rollout
                 return
-            self._rewarded(group, scored, failed)
+            self._rewarded(group, scored)
         if group.is_usable and group.lacks(self.columns):
             self.sink.sampled_nowait(group_id, has_rewards=True)
-            annotated, failed = await annotate_group(
-                self.annotations, prompt, group.rollouts
-            )
-            if self._groups.get(group_id) is not group:
+            annotated = await annotate_group(self.annotations, prompt, group.rollouts)
+            if not self._is_running(group):
                 return
-            self._rewarded(group, annotated, failed)
+            self._rewarded(group, annotated)
         self._complete(group)
 
-    def _rewarded(
-        self,
-        group: RunningGroup,
-        scored: Mapping[int, Rollout],
-        failed: Mapping[int, RolloutFailure],
-    ) -> None:
+    def _rewarded(self, group: RunningGroup, ended: Scored) -> None:
         """Count and journal what ended rollouts earn or get besides, and why others have
         failed.
         """
         rollouts = group.rollouts
-        new = [index for index in scored if not rollouts[index][0].is_scored]
-        earned = sum(rollout[0].reward for rollout in scored.values())
-        earned -= sum(rollouts[index][0].reward for index in (*scored, *failed))
-        rollouts.update(scored)
-        self._counts["finished"] += len(new)
         prompt_id = group.prompt.prompt_id
-        for _ in new:
-            self.runner.failures.note_end_nowait(None, prompt_id)
+        earned = -sum(rollouts[index][0].reward for index in ended)
+        failed = dict[int, RolloutFailure]()
+        scored = list[Rollout]()
+        for index, outcome in ended.items():
+            if isinstance(outcome, RolloutFailure):
+                failed[index] = outcome
+                continue
+            if not rollouts[index][0].is_scored:
+                self._counts["finished"] += 1
+                self.runner.failures.note_end_nowait(None, prompt_id)
+            rollouts[index] = outcome
+            scored.append(outcome)
+        earned += sum(rollout[0].reward for rollout in scored)
         # One call scored the group, so it has failed once.
         for failure in [*failed.values()][:1]:
             self.runner.failures.note_end_nowait(failure, prompt_id)
@@ -486,7 +496,7 @@ class Producers:
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
         group_id = group.ticket.group_id
-        self.journal.add_scores_nowait(group_id, [*scored.values()], whys, earned)
+        self.journal.add_scores_nowait(group_id, scored, whys, earned)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id = running.ticket.group_id

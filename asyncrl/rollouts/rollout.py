@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from asyncrl.base.errors import (
 )
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.user_code import message_of
-from asyncrl.base.waits import Signal, waiting
+from asyncrl.base.waits import Signal, clock, waiting
 from asyncrl.config import OnTimeout
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.role_client import Annotate
@@ -203,7 +203,7 @@ class RolloutClock:
         if self._limit.expired():
             self.left_s = 0.0
         elif (when_s := self._limit.when()) is not None:
-            self.left_s = max(0.0, when_s - asyncio.get_running_loop().time())
+            self.left_s = max(0.0, when_s - clock())
 
     def resume(self, grace_s: float = 0.0) -> None:
         # The queue calls this for each worker that gets the item. A clock that runs
@@ -213,7 +213,7 @@ class RolloutClock:
             and self._limit.when() is None
             and not self._limit.expired()
         ):
-            now_s = asyncio.get_running_loop().time()
+            now_s = clock()
             self._limit.reschedule(now_s + self.left_s + grace_s)
 
 
@@ -362,9 +362,7 @@ class RolloutRunner:
                     await slots.wait(attempt.rollout_id)
                     # Status and watchdog show the age from here: a queued rollout is
                     # not a slow one.
-                    self.started_s.setdefault(
-                        attempt.rollout_id, asyncio.get_running_loop().time()
-                    )
+                    self.started_s.setdefault(attempt.rollout_id, clock())
                     ended = await self._run_attempt(attempt, slots)
                     if isinstance(ended, RolloutFailure) and self.is_ending():
                         await asyncio.Event().wait()
@@ -814,11 +812,15 @@ def with_credits(
     return (replace(rollout[0], credits=tuple(credits)),)
 
 
+Scored: TypeAlias = Mapping[int, Rollout | RolloutFailure]
+"""By sample_index: rollouts with what they got, or why they failed."""
+
+
 async def score_group(
     scorer: TaskScorer, prompt: Prompt, rollouts: Mapping[int, Rollout], size: int
-) -> tuple[dict[int, Rollout], dict[int, RolloutFailure]]:
+) -> Scored:
     """Score the unscored rollouts of a group of `size`, by sample_index. Return them
-    with their reward, and why others have none.
+    with their reward, or why they have none.
     """
     texts = {index: rollout[0].unscored for index, rollout in rollouts.items()}
     asked = sorted(index for index, text in texts.items() if text is not None)
@@ -829,7 +831,7 @@ async def score_group(
             prompt, [texts.get(index) for index in range(size)]
         )
     except RolloutFailure as failure:
-        return {}, dict.fromkeys(asked, failure)
+        return dict.fromkeys(asked, failure)
     except ComponentError:
         raise
     # As in a rollout: what user code and its pool raise costs rollouts, not the run.
@@ -840,23 +842,22 @@ async def score_group(
             way_out="the log has the traceback.",
             kind=kind_of_error(error, FailureKind.REWARD_CRASH),
         )
-        return {}, dict.fromkeys(asked, broken)
-    scored = dict[int, Rollout]()
-    failed = dict[int, RolloutFailure]()
+        return dict.fromkeys(asked, broken)
+    scored = dict[int, Rollout | RolloutFailure]()
     for index in asked:
         result = results[index]
         if isinstance(result, RolloutFailure):
-            failed[index] = result
-            continue
-        scored[index] = _paid(rollouts[index], result)
-    return scored, failed
+            scored[index] = result
+        else:
+            scored[index] = _paid(rollouts[index], result)
+    return scored
 
 
 async def annotate_group(
     annotations: Sequence[Annotate], prompt: Prompt, rollouts: Mapping[int, Rollout]
-) -> tuple[dict[int, Rollout], dict[int, RolloutFailure]]:
+) -> Scored:
     """Let servers add to the rollouts of a group that have their rewards. Return the
-    rollouts by sample_index, and why others failed.
+    rollouts by sample_index, or why they failed.
     """
 
     async def annotated(index: int) -> Rollout | RolloutFailure:
@@ -870,14 +871,7 @@ async def annotate_group(
         return rollout
 
     results = await asyncio.gather(*map(annotated, rollouts))
-    done = dict[int, Rollout]()
-    failed = dict[int, RolloutFailure]()
-    for index, result in zip(rollouts, results, strict=True):
-        if isinstance(result, RolloutFailure):
-            failed[index] = result
-        else:
-            done[index] = result
-    return done, failed
+    return dict(zip(rollouts, results, strict=True))
 
 
 def with_outcome(

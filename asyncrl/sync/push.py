@@ -19,13 +19,7 @@ from asyncrl.base.errors import (
     WeightsLost,
 )
 from asyncrl.base.http import Caller
-from asyncrl.base.waits import (
-    SHORTEST_S,
-    Signal,
-    note_span,
-    waiting,
-    within,
-)
+from asyncrl.base.waits import SHORTEST_S, Signal, clock, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import (
     CommitResponse,
@@ -156,7 +150,6 @@ class Push:
         """Load an export on all live engines, compare the digests, then commit. Raises
         PublishError.
         """
-        clock = asyncio.get_running_loop().time
         start = clock()
 
         async def prepare(target: EngineClient) -> str:
@@ -180,7 +173,6 @@ class Push:
         """Load all chunks and commit. Raises PublishError, or what the trainer's client
         raises.
         """
-        clock = asyncio.get_running_loop().time
         began = clock()
         sent: list[ExportChunkResponse] = []
         # One chunk at a time: export_chunk overwrites the memory of the chunk before,
@@ -212,7 +204,6 @@ class Push:
         return report, manifest
 
     async def _commit(self, digest: str, began_s: float) -> PushReport:
-        clock = asyncio.get_running_loop().time
         start = clock()
 
         async def commit(target: EngineClient) -> CommitResponse:
@@ -597,7 +588,6 @@ class PushLoop(Publisher):
             )
 
     async def _export(self, newest: int) -> tuple[ExportResponse, float]:
-        clock = asyncio.get_running_loop().time
         # The train loop waits until the copy has begun: if the next step went first,
         # the export would have to wait for its end.
         self._set_pushing(False)

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.base.waits import shielded, within
+from asyncrl.base.waits import clock, shielded, within
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, reading
 from asyncrl.engines.link import OnChunk, OnInterrupted
@@ -385,7 +385,7 @@ class VllmServer(EngineClient):
         that vLLM never frees (vLLM #16663). With `stays` vLLM pauses instead and clears
         its prefix cache.
         """
-        process, started = self._process, asyncio.get_running_loop().time()
+        process, started = self._process, clock()
         asleep_before = set(process.asleep)
         process.asleep = {*_TAGS}
         # Before the first call: no segment is sent from now on.
@@ -403,12 +403,10 @@ class VllmServer(EngineClient):
                 # none may stay in a server without weights.
                 await process.end(process.sent)
             process.is_sleep_sure = True
-        return api.TransferStats(
-            num_bytes=0, seconds=asyncio.get_running_loop().time() - started
-        )
+        return api.TransferStats(num_bytes=0, seconds=clock() - started)
 
     async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
-        process, started = self._process, asyncio.get_running_loop().time()
+        process, started = self._process, clock()
         if woken := process.asleep & set(parts):
             async with process.calls():
                 if not self.needed.stays:
@@ -425,14 +423,11 @@ class VllmServer(EngineClient):
             # After the canary: a segment may be sent as soon as nothing sleeps.
             process.asleep -= woken
             process.changed.notify()
-        return api.TransferStats(
-            num_bytes=0, seconds=asyncio.get_running_loop().time() - started
-        )
+        return api.TransferStats(num_bytes=0, seconds=clock() - started)
 
     async def _swap(
         self, process: VllmProcess, load: Load, interrupt: api.Interrupt
     ) -> api.CommitResponse:
-        clock = asyncio.get_running_loop().time
         # vLLM is about to ignore clear_cache here
         keeps = interrupt in ("keep", "keep_kv")
         pause = {

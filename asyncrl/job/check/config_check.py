@@ -110,7 +110,10 @@ def check_plan(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     extra = extra_servers(config)
     yield from check_architecture(config)
     plan, messages = plan_run(config, nodes, extra)
-    disk_bytes = _disk_bytes(nodes)
+    # Run directories are here by default.
+    disk_bytes = None
+    if nodes[0].machine.is_here:
+        disk_bytes = shutil.disk_usage(".").free
     yield plan_text(plan, config, disk_bytes)
     yield from messages
     if not plan.shape.num_parameters:
@@ -131,11 +134,6 @@ def check_reports(config: JobConfig) -> None:
     check_trackers(config.observe)
     if config.checkpoint.callback is not None:
         load_callback(config.checkpoint.callback)
-
-
-def _disk_bytes(nodes: Sequence[Node]) -> int | None:
-    """Return the free space where run directories are by default, if it is this machine."""
-    return shutil.disk_usage(".").free if nodes[0].machine.is_here else None
 
 
 def check_model(

@@ -375,7 +375,10 @@ def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bi
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
 
 
-class MicroBatch(NamedTuple):
+# No tuple: FSDP2 would round the teacher's logprobs in it to bfloat16, as it does with
+# all tensors in tuples that a forward pass gets.
+@dataclass(frozen=True)
+class MicroBatch:
     """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S
     sequences, U pairs; int64.
 
