@@ -11,11 +11,11 @@ import pytest
 import torch
 from costly_cases import slow
 from engine_cases import (
+    SCALE,
     Recorded,
     adapters,
     answers,
     check_same,
-    lora_request,
     publish_halfway,
 )
 from engine_in_process import make_qwen3, make_request, make_spec, stage_file
@@ -265,12 +265,17 @@ def test_fused_steps_sleep_and_wake_to_other_weights(
 def test_fused_steps_use_adapters_over_the_initial_weights(
     folder: Path, tmp_path: Path, moves: bool
 ) -> None:
-    plain = build_engine(make_spec(folder, deterministic=False))
-    engine = build_fused(folder, moves=moves)
-    engine.weights.keeps_place = True
-    for version, modules in enumerate((("q_proj", "v_proj"), ("k_proj",)), 1):
-        names = tuple(f"model.layers.1.self_attn.{name}" for name in modules)
-        request = lora_request(adapters(folder, names, seed=version), version, tmp_path)
+    spec = {"rank": 4, "scale": SCALE, "targets": ["q_proj", "v_proj", "lm_head"]}
+    plain = build_engine(make_spec(folder, deterministic=False, adapters=spec))
+    engine = build_fused(folder, moves=moves, adapters=spec)
+    names = [
+        f"model.layers.{layer}.self_attn.{name}"
+        for layer in range(plain.runner.loaded.model.config.num_hidden_layers)
+        for name in ("q_proj", "v_proj")
+    ]
+    for version in (1, 2):
+        tensors = adapters(folder, (*names, "lm_head"), seed=version)
+        request = stage_file(tensors, version, tmp_path)
         for one in (plain, engine):
             staged = one.weights.prepare(request)
             commit = CommitRequest(

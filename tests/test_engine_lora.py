@@ -1,24 +1,48 @@
-"""Adapters in the embedded engine equal merged weights."""
+"""Adapters in the embedded engine compute like peft's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
-from costly_cases import slow
-from engine_cases import Q_PROJ, adapters, lora_request, merged
+from engine_cases import SCALE, adapters
 from engine_in_process import (
     answered,
     drawn,
     make_qwen3,
+    make_request,
     publish,
     running_engine,
     stage_file,
 )
+from engine_replies import ask
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
+from asyncrl.messages.engine_api import CommitRequest, LoadChunkRequest, WakeRequest
+from asyncrl.messages.tokens import SegmentPart
+from asyncrl.weights.export import write_peft
 from asyncrl_servers.embedded.embedded_engine import Engine
+
+# Of peft, which is the oracle.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+MODULES = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(4)]
+MODULES += [f"model.layers.{layer}.mlp.down_proj" for layer in range(4)]
+MODULES += ["lm_head"]
+"""The head is tied to the embedding, which has no adapter."""
+
+
+def spec(rank: int = 4, *targets: str) -> dict[str, Any]:
+    chosen = targets or ("q_proj", "down_proj", "lm_head")
+    return {"rank": rank, "scale": SCALE, "targets": [*chosen]}
 
 
 @pytest.fixture(scope="module")
@@ -26,54 +50,111 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-def sampled(engine: Engine) -> tuple[list[int], list[float]]:
-    return drawn(answered(engine, max_tokens=40))
+def tensors_of(folder: Path, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    return adapters(folder, (*MODULES,), seed=seed, rank=rank)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "keeps_place"),
-    [
-        ("float32", False),
-        slow("bfloat16", False),
-        ("float32", True),
-    ],
-)
-def test_adapters_give_what_merged_weights_give_bit_by_bit(
-    folder: Path, tmp_path: Path, dtype: str, keeps_place: bool
+def sampled(engine: Engine) -> SegmentPart:
+    return answered(engine, max_tokens=40)
+
+
+@torch.no_grad()
+def assert_of_peft(
+    answer: SegmentPart, folder: Path, tensors: dict[str, torch.Tensor], scratch: Path
 ) -> None:
-    # The second file leaves a layer of the first out, and brings another one: nothing
-    # of the first may stay.
-    files = [
-        adapters(folder),
-        adapters(folder, (Q_PROJ, "model.layers.0.mlp.up_proj"), seed=1, rank=2),
-    ]
-    answers = []
-    for kind in ("lora", "weights"):
-        with running_engine(folder, dtype=dtype) as engine:
-            engine.weights.keeps_place = keeps_place
-            found = [sampled(engine)]
-            for version, tensors in enumerate(files, start=1):
-                full = merged(folder, tensors, getattr(torch, dtype))
-                request = lora_request(tensors, version, tmp_path)
-                publish(
-                    engine,
-                    request if kind == "lora" else stage_file(full, version, tmp_path),
-                )
-                found.append(sampled(engine))
-            answers.append(found)
-    assert answers[0] == answers[1]
-    tokens = [tuple(token_ids) for token_ids, _ in answers[0]]
-    assert len(set(tokens)) == 3
+    """Compare with the logprobs of peft's own layers, to 1e-4 nats."""
+    scratch.mkdir()
+    write_peft(tensors, SCALE, scratch)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, scratch).eval()
+    ids = torch.tensor([[1, 2, 3, *answer.token_ids]])
+    logprob_TV = model(ids).logits[0, 2:-1].log_softmax(-1)
+    expected_T = logprob_TV.gather(-1, ids[0, 3:, None])[:, 0]
+    found_T = torch.tensor(answer.logprobs)
+    torch.testing.assert_close(found_T, expected_T, rtol=0, atol=1e-4)
 
 
-def test_adapters_are_refused_without_the_base_of_the_start(
+def test_pushed_adapters_compute_like_peft(folder: Path, tmp_path: Path) -> None:
+    with running_engine(folder) as plain:
+        base = sampled(plain)
+    with running_engine(folder, adapters=spec()) as engine:
+        assert drawn(sampled(engine)) == drawn(base), "adapters begin as zeros"
+        tokens = {tuple(base.token_ids)}
+        for version in (1, 2):
+            tensors = tensors_of(folder, version)
+            publish(engine, stage_file(tensors, version, tmp_path))
+            answer = sampled(engine)
+            assert_of_peft(answer, folder, tensors, tmp_path / f"peft-{version}")
+            tokens.add(tuple(answer.token_ids))
+        assert len(tokens) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [1, 4, 8, 16, 32])
+def test_bits_with_adapters_do_not_depend_on_the_batch(
+    folder: Path, tmp_path: Path, rank: int, dtype: str
+) -> None:
+    tensors = tensors_of(folder, 1, rank)
+    with running_engine(
+        folder, adapters=spec(rank), dtype=dtype, slots=9, deterministic=True
+    ) as engine:
+        dtyped = {
+            name: one.to(engine.runner.loaded.dtype) for name, one in tensors.items()
+        }
+        publish(engine, stage_file(dtyped, 1, tmp_path))
+        alone = drawn(sampled(engine))
+        others = [
+            make_request(f"other {n}", (5, 6 + n) * (n + 1), seed=n, max_tokens=30 + n)
+            for n in range(8)
+        ]
+        answers = ask(engine, [*others, make_request(max_tokens=40)])
+        assert drawn(answers[-1].result(timeout=60)) == alone
+
+
+def test_a_sleep_keeps_the_initial_weights_and_chunks_bring_adapters(
     folder: Path, tmp_path: Path
 ) -> None:
-    with running_engine(folder) as engine:
-        publish(engine, lora_request(adapters(folder), 1, tmp_path))
-        publish(engine, stage_file(folder, 2, tmp_path))
-        with pytest.raises(Refused, match="initial weights are no longer here"):
-            engine.weights.prepare(lora_request(adapters(folder), 3, tmp_path))
-        assert engine.weights._base is None, (
-            "the first weights are not kept for nothing"
-        )
+    tensors = tensors_of(folder, 1)
+    staged = stage_file(tensors, 1, tmp_path)
+    with running_engine(folder, adapters=spec(), aside_dir=tmp_path) as engine:
+        first = drawn(sampled(engine))
+        assert engine.sleep().result(timeout=60).num_bytes > 1_000_000
+        engine.wake(WakeRequest(parts=["weights", "kv"])).result(timeout=60)
+        chunk = staged.model_dump() | {"index": 0, "is_last": True}
+        del chunk["member"]
+        engine.weights.load_chunk(LoadChunkRequest.model_validate(chunk))
+        publish_loaded(engine, staged.digest)
+        answer = sampled(engine)
+        assert drawn(answer) != first
+        assert_of_peft(answer, folder, tensors, tmp_path / "peft")
+
+
+def publish_loaded(engine: Engine, digest: str) -> None:
+    commit = CommitRequest(version=1, digest=digest)
+    assert engine.commit(commit).result(timeout=60).version == 1
+
+
+def test_pushes_of_other_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(folder, 1)
+    whole = load_file(folder / "model.safetensors")
+    one_less = {name: tensors[name] for name in [*tensors][1:]}
+    with running_engine(folder, adapters=spec()) as engine:
+        for number, pushed in enumerate((whole, one_less, tensors_of(folder, 1, 8))):
+            with pytest.raises(Refused, match="does not fit the model in"):
+                engine.weights.prepare(stage_file(pushed, number + 1, tmp_path))
+    with (
+        running_engine(folder) as engine,
+        pytest.raises(Refused, match="does not fit the model in"),
+    ):
+        engine.weights.prepare(stage_file(tensors, 9, tmp_path))
+
+
+def test_unknown_targets_end_the_start(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.raises(SystemExit),
+        running_engine(folder, adapters=spec(4, "nonesuch")),
+    ):
+        pass
+    assert "has no layer nonesuch" in capsys.readouterr().err

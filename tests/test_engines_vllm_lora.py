@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import adapters, merged
+from engine_cases import SCALE, adapters, merged
 from torch import Tensor
 from vllm_house import World, vllm_house
 from vllm_process import ROOT, vllm_python
@@ -25,16 +26,19 @@ from asyncrl.weights.export import export_weights
 
 pytestmark = pytest.mark.extension("vllm")
 
-RANK, SCALE = 4, 0.5
+RANK = 4
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 DOWN_PROJ = "model.layers.3.mlp.down_proj"
 UP_PROJ = "model.layers.0.mlp.up_proj"
+FACTS = {"adapter_rank": RANK, "adapter_scale": SCALE}
+HEAD = "lm_head"
+"""Tied to the embedding, which has no adapter."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with vllm_house(
-        tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK
+        tmp_path_factory.mktemp("vllm"), adapters={"rank": RANK, "scale": SCALE}
     ) as world:
         yield world
 
@@ -45,7 +49,7 @@ def stage(
     answer = export_weights(
         tensors, folder / f"adapters-{version}.safetensors", version
     )
-    return answer.model_copy(update={"kind": "lora", **changes})
+    return answer.model_copy(update=changes)
 
 
 @pytest.mark.slow
@@ -94,9 +98,9 @@ def test_adapters_give_what_merged_weights_give(world: World) -> None:
                 assert gap(kept, weights, last.start) <= 1e-4
             assert gap(fresh, old) > 0.01, "the adapter changes the logprobs"
         folders = sorted(
-            path.name[:9] for path in world.process.scratch().glob("adapter-*")
+            path.name for path in world.process.scratch().glob("adapter-*")
         )
-        assert folders == ["adapter-4", "adapter-5"]
+        assert len(folders) == 2
         # vLLM leaves layers out that it does not know.
         version = server.policy_version + 1
         unknown = {
@@ -107,7 +111,42 @@ def test_adapters_give_what_merged_weights_give(world: World) -> None:
         with pytest.raises(EngineError, match="uses no adapters of 2 layers"):
             await server.commit(version, manifest.digest, "abort")
 
-    world.run(story)
+    world.run(story, facts=FACTS)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_an_adapter_of_a_tied_head_changes_the_head_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = adapters(world.model_path, (Q_PROJ, HEAD), seed=7)
+    embedding = world.base["model.embed_tokens.weight"]
+    lora_A, lora_B = (tensors.pop(f"{HEAD}.lora_{kind}.weight") for kind in "AB")
+    weights = merged(world.model_path, tensors, torch.float32)
+    weights["lm_head.weight"] = embedding + SCALE * lora_B @ lora_A
+    untied = copy.deepcopy(world.model)
+    untied.lm_head.weight = torch.nn.Parameter(embedding.clone())
+    monkeypatch.setattr(world, "model", untied)
+    tensors |= {f"{HEAD}.lora_A.weight": lora_A, f"{HEAD}.lora_B.weight": lora_B}
+
+    async def story(server: VllmServer) -> None:
+        version = server.policy_version + 1
+        canary = world.canary(weights)
+        manifest = stage(tensors, version, world.scratch, canary=canary)
+        assert await server.prepare(manifest) == manifest.digest
+        await server.commit(version, manifest.digest, "abort")
+        # Among others, so that a call has rows of several requests.
+        answers = await asyncio.gather(
+            *(
+                server.generate_segment(world.request(max_tokens=40, seed=seed))
+                for seed in range(3)
+            )
+        )
+        for answer in answers:
+            given = ([10, 11, 12], answer.token_ids, answer.logprobs)
+            assert world.gap(weights, *given) <= 1e-4
+
+    world.run(story, facts=FACTS)
 
 
 PRODUCTS = """

@@ -114,7 +114,7 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
     broadcast = BroadcastTransport(
         TrainerEnd(torch.device("cpu"), torch.float32, 10_000)
     )
-    held = broadcast.begin(Exported(1, step.exports.lazy_weights), tmp_path).result()
+    held = broadcast.begin(Exported(1, step.exports.pushed), tmp_path).result()
     assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
 
 

@@ -534,7 +534,6 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(
         buffer={"max_staleness": 3, "look_ahead": 3, "filter": "equal_rewards"},
         rollout={"num_engines": 2, "max_tokens": 100},
         trainer={"num_steps": 16, "num_groups": 2, "lora": {"rank": 4, "alpha": 8}},
-        weight_sync={"transport": "lora"},
         journal={"keep": "checkpoint"},
     )
     run_dir = tmp_path / "run"
@@ -568,7 +567,7 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(
 
 
 @pytest.mark.rotated
-def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
+def test_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         placement=RESIDENT,

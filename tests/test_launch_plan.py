@@ -30,7 +30,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import described_nodes, find_python, single_node
-from asyncrl.launch.memory import Memory, rank_memory
+from asyncrl.launch.memory import Memory, num_trained, rank_memory
 from asyncrl.launch.model_sizes import model_shape
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
@@ -533,14 +533,14 @@ AT_ONCE = [
 ]
 FILES = ["shm", "disk", "stream"]
 SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
-    "own devices": (2, [], "nccl", [*FILES, "lora", "nccl"], ["nccl"]),
-    "one device at once": (1, AT_ONCE, "ipc", [*FILES, "lora", "ipc"], ["ipc"]),
+    "own devices": (2, [], "nccl", [*FILES, "nccl"], ["nccl"]),
+    "one device at once": (1, AT_ONCE, "ipc", [*FILES, "ipc"], ["ipc"]),
     "two devices at once": (2, [*AT_ONCE, "trainer.world_size=2", "rollout.num_engines=2"], "shm",
-                            [*FILES, "lora"], []),
+                            [*FILES], []),
     "one device time-shared": (1, COLOCATED, "ipc", [*FILES, "ipc"], []),
     "two devices time-shared": (2, [*COLOCATED, "trainer.world_size=2", "rollout.num_engines=2"], "ipc",
                              [*FILES, "ipc"], []),
-    "the CPU": (0, ON_CPU, "shm", [*FILES, "lora", "nccl", "ipc"], ["nccl", "ipc"]),
+    "the CPU": (0, ON_CPU, "shm", [*FILES, "nccl", "ipc"], ["nccl", "ipc"]),
     "the CPU time-shared": (0, ["placement.trainer=cpu", *COLOCATED], "shm", [*FILES, "ipc"], []),
 }  # fmt: skip
 """CUDA devices, settings, what auto is, transports that work, and those that hold a
@@ -550,7 +550,7 @@ version on the device.
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("transport", ["auto", *FILES, "lora", "nccl", "ipc"])
+@pytest.mark.parametrize("transport", ["auto", *FILES, "nccl", "ipc"])
 def test_transport_works_between_these_sides_or_is_refused(
     engine: str, sides: str, transport: str
 ) -> None:
@@ -577,7 +577,9 @@ def test_transport_works_between_these_sides_or_is_refused(
     by_file = make_plan(config.model_copy(update={"weight_sync": files}), there)
     held = memory(plan, "trainer-0").copies - memory(by_file, "trainer-0").copies
     assert held == (
-        4 * plan.shape.num_parameters if config.weight_sync.settled in holding else 0
+        4 * num_trained(config, plan.shape)
+        if config.weight_sync.settled in holding
+        else 0
     )
 
 

@@ -87,7 +87,7 @@ def test_head_of_the_file_is_trained_pushed_and_written(
     stored = load_file(folder / "model.safetensors")
     with mesh_of_one(tmp_path) if is_sharded else nullcontext() as ranks:
         step = TrainerRank(make_spec(folder, tmp_path), *([ranks] if ranks else []))
-        pushed = dict(whole_tensors(step.exports.lazy_weights()))
+        pushed = dict(whole_tensors(step.exports.pushed()))
         assert torch.equal(pushed[HEAD], stored[HEAD])
         assert torch.equal(pushed[EMBEDDING], stored[EMBEDDING])
         made = MadeRun(tmp_path, folder)
@@ -131,7 +131,7 @@ def test_stored_mamba_weights_are_not_scaled_by_a_load(tmp_path: Path) -> None:
     random_model(make_config("mamba rescaled")).save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     step = TrainerRank(make_spec(folder, tmp_path))
-    pushed = dict(whole_tensors(step.exports.lazy_weights()))
+    pushed = dict(whole_tensors(step.exports.pushed()))
     assert all(torch.equal(stored[name], tensor) for name, tensor in pushed.items())
     step.save(tmp_path / "final")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
@@ -239,7 +239,7 @@ def test_text_part_is_trained_under_the_names_of_its_folder(
     stored = load_file(tmp_path / "model" / "model.safetensors")
     with mesh_of_one(tmp_path) as ranks:
         step = TrainerRank(make_spec(tmp_path / "model", tmp_path), ranks)
-        pushed = dict(whole_tensors(step.exports.lazy_weights()))
+        pushed = dict(whole_tensors(step.exports.pushed()))
         assert all(torch.equal(stored[name], tensor) for name, tensor in pushed.items())
         train_versions(step, 0, 1)
         step.save(tmp_path / "final")
@@ -278,21 +278,20 @@ def test_adapters_of_a_text_part_have_its_folders_names(
     whole = make_larger(folder, kind)
     stored = load_file(folder / "model.safetensors")
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainerRank(
-            make_spec(folder, tmp_path, trainer=lora, transport="lora"), ranks
-        )
+        step = TrainerRank(make_spec(folder, tmp_path, trainer=lora), ranks)
         made = MadeRun(tmp_path, folder, trainer=lora)
         train_versions(step, 0, 2)
         made.checkpoint(step)
         pushed = step.export(tmp_path / "adapters.safetensors")
         expected = {
-            name: tensor.clone() for name, tensor in step.exports.lazy_weights().items()
+            name: tensor.clone() for name, tensor in step.exports.pushed().items()
         }
     names = {f"{module}.weight" for module in adapted_modules(load_file(pushed.path))}
     assert names
     assert names <= stored.keys()
     if kind in ("gemma3", "mistral3"):
-        with running_engine(folder, dtype="float32") as engine:
+        adapters = {"rank": 2, "scale": 8.0}
+        with running_engine(folder, dtype="float32", adapters=adapters) as engine:
             publish(engine, prepare_request(pushed))
             assert all(
                 torch.equal(expected[name], one)

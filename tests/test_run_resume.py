@@ -231,7 +231,6 @@ def test_changed_settings_are_listed_and_accepted(
         pytest.param(
             "rollout", {"engine": "vllm"}, marks=pytest.mark.extension("vllm")
         ),
-        ("weight_sync", {"transport": "lora"}),
         ("trainer", {"num_steps": 20, "schedule": "linear"}),
         ("eval", {"task": {"python": "a:B"}}),
     ],

@@ -26,6 +26,7 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
+from asyncrl_servers.engine_routes import AdapterSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -71,8 +72,9 @@ def test_vllm_spec_holds_adapters_offload_and_devices() -> None:
         order = factory.order(described, "engine-0", NodeDevice(0, "cuda:0"))
         return VllmSpec.model_validate(described.maker.spec(order))
 
-    lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
-    assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")
+    lora = spec("trainer.lora={rank: 24, alpha: 12}")
+    assert lora.adapters == AdapterSpec(rank=24, scale=0.5, targets="all-linear")
+    assert lora.device == "cuda"
     assert spec(mode="colocated").args == {"enable_sleep_mode": True}
     own = spec("rollout.vllm={enable-sleep-mode: false}", mode="colocated")
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"

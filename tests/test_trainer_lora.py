@@ -15,11 +15,11 @@ from trainer_cases import MakeStep, gradient_of, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import TrainerConfig
 from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.trainer.loss.objective import BatchNumbers
-from asyncrl.trainer.model.lora import ADAPTER, Adapters, find_targets
+from asyncrl.trainer.model.lora import ADAPTER, Adapters, targets_of
 from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.weights.export import named_weights
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
 
@@ -77,7 +77,7 @@ def test_layers_that_are_not_called_get_no_adapters(name: str, passive: str) -> 
         name.endswith(passive) and isinstance(module, nn.Linear)
         for name, module in model.named_modules()
     )
-    assert not any(one.endswith(passive) for one in find_targets(model, LoraConfig()))
+    assert not any(one.endswith(passive) for one in targets_of(model, LoraConfig()))
 
 
 def test_gradient_of_an_adapter_follows_from_the_full_weight(
@@ -108,39 +108,6 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(
             assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_merge_once_a_step_is_merge_in_each_pass(
-    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests = []
-    for when in ("pass", "step"):
-        monkeypatch.setattr(TrainerConfig, "keeps_merged", when == "step")
-        settings = {**LORA, "micro_batch_tokens": 40}
-        step = make_step(
-            trainer=settings, dtype="bfloat16", algorithm={"kl_coefficient": 0.1}
-        )
-        trained(step)
-        step.begin_save_state(tmp_path / when).result()
-        step.offload(["optimizer"])
-        step.offload(["weights"])
-        assert all(layer.kept is None for layer in step.adapters.layers.values()), (
-            "copies do not move"
-        )
-        step.onload(["weights", "optimizer"])
-        before = logprobs(step)
-        step.train(*make_batch(version=step.policy_version))
-        assert not np.array_equal(logprobs(step), before)
-        step.load_state(tmp_path / "pass")
-        assert np.array_equal(logprobs(step), before)
-        digests.append(
-            (
-                step.weights_digest(),
-                step.export(tmp_path / f"{when}.safetensors").digest,
-            )
-        )
-        digests[-1] += (before.tobytes(),)
-    assert digests[0] == digests[1]
-
-
 @pytest.mark.filterwarnings("error:.*(MoE|experts|adapter)")
 def test_each_linear_layer_beside_experts_has_its_adapter(tmp_path: Path) -> None:
     """Peft's own conversion would move adapters of dense layers to the experts."""
@@ -158,7 +125,7 @@ def test_each_linear_layer_beside_experts_has_its_adapter(tmp_path: Path) -> Non
     with torch.no_grad():
         changed, expected = model(ids).logits, base(ids).logits
         assert not torch.allclose(changed, expected)
-        weights, merges = adapters.merging()
+        weights, merges = adapters.merging(named_weights(model))
         exported = weights | {name: merged() for name, merged in merges.items()}
         missing, unexpected = base.load_state_dict(exported, strict=False)
         assert (missing, unexpected) == (["lm_head.weight"], []), (
@@ -172,6 +139,6 @@ def test_each_linear_layer_beside_experts_has_its_adapter(tmp_path: Path) -> Non
 def test_targets_without_adapters_are_refused(tiny_model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(ConfigError, match="no layer q_projection, embed_tokens"):
-        find_targets(
+        targets_of(
             model, LoraConfig(targets=["q_proj", "q_projection", "embed_tokens"])
         )

@@ -130,6 +130,6 @@ def test_sharded_models_get_a_micro_batch_as_it_is() -> None:
     """
     header, arrays = batch_of(random_groups([[3, 5]]))
     given = (header, arrays, arrays.is_sampled, PackRules(100), torch.device("cpu"))
-    micro, _ = next(iter(micro_batches(*given)))
+    micro, _ = next(iter(micro_batches(*given, ONE_RANK, Costs(0.0, 0.0))))
     (leaf,) = tree_leaves(micro)
     assert leaf is micro

@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
         ),
         ({"args": {"sizes": [1, 2], "absent": None}}, ["--sizes", "1", "2"]),
         (
-            {"has_adapters": True, "lora_rank": 12},
+            {"adapters": {"rank": 12, "scale": 1.0}},
             ["--enable-lora", "--max-lora-rank=16"],
         ),
     ],
@@ -131,7 +131,7 @@ def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     defaults |= {"no_enable_chunked_prefill", "max_num_batched_tokens"}
     options = [
         word
-        for word in arguments_of(folder, has_adapters=True)
+        for word in arguments_of(folder, adapters={"rank": 8, "scale": 1.0})
         if word.startswith("--")
     ]
     ours = {option[2:].partition("=")[0].replace("-", "_") for option in options}

@@ -41,7 +41,6 @@ WORDS = {
     "OWN": "task.verifiers=true task.files=none task.reward=none",
     "TWO": "task=[{python: 'a:B'}, {python: 'a:C', name: c}]",
     "MIX": "task=[{python: 'a:B', generator: {python: 'x:run'}}, {python: 'a:C', name: c}]",
-    "LORA": "rollout.engine=vllm trainer.lora={rank: 16} weight_sync.transport=lora model.dtype=bfloat16",
     "EVALS": "eval=[{name: often, every: 5, task: {python: 'a:B'}}, {name: seldom, every: 20, task: "
     "{python: 'a:B'}}]",
     "SCRATCH": "model.path=none model.scratch.characters=ab model.scratch.architecture={}",

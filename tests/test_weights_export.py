@@ -94,7 +94,7 @@ def test_export_holds_every_weight_once_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}]
+    "values", [{}, {"trainer": {"lora": {"rank": 64}}, "dtype": "bfloat16"}]
 )
 def test_chunks_together_are_the_export(
     make_step: MakeStep, tmp_path: Path, values: dict[str, Any]

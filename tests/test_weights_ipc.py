@@ -57,6 +57,14 @@ def make_step(folder: Path, tmp_path: Path) -> MakeStep:
     return make
 
 
+def spec_of(values: dict[str, Any], aside_dir: Path) -> dict[str, Any]:
+    """Return the engine's part of a trainer's settings."""
+    if "trainer" in values:
+        adapters = {"rank": 32, "scale": 1.0}
+        return {"dtype": "float32", "adapters": adapters, "aside_dir": aside_dir}
+    return {"dtype": values["dtype"]}
+
+
 def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
     """Make the request like the client of an engine, over JSON and back."""
     request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
@@ -82,7 +90,7 @@ def push(step: TrainerRank, engine: Engine) -> None:
         assert engine.weights.load_chunk(request_of(chunk)).digest == chunk.digest
         chunks.append(chunk)
     assert len(chunks) > 3
-    digest, weights = chunks[-1].whole_digest, step.exports.lazy_weights()
+    digest, weights = chunks[-1].whole_digest, step.exports.pushed()
     commit = CommitRequest(version=step.policy_version, digest=digest)
     assert engine.commit(commit).result(timeout=60).digest == digest
     engine.wake(WakeRequest(parts=["kv"])).result(timeout=60)
@@ -96,13 +104,13 @@ def push(step: TrainerRank, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}]
+    "values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 32}}}]
 )
 def test_engine_has_the_trainers_bits_version_after_version(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
 ) -> None:
     step = make_step(**values)
-    with running_engine(folder, dtype=values.get("dtype", "float32")) as engine:
+    with running_engine(folder, **spec_of(values, tmp_path)) as engine:
         opened = set()
         for version in (0, 1):
             step.train(*make_batch(version=version))
@@ -135,7 +143,7 @@ def prepare_of(sent: ExportResponse) -> PrepareRequest:
 
 
 @pytest.mark.parametrize(
-    "values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}]
+    "values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 32}}}]
 )
 def test_generating_engine_copies_each_version_from_memory(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
@@ -143,7 +151,7 @@ def test_generating_engine_copies_each_version_from_memory(
     """The trainer's next step, export and death change nothing that the engine serves."""
     step = make_step(transport="ipc", chunks="file", is_file_wanted=True, **values)
     path = tmp_path / "staging" / "v.safetensors"
-    with running_engine(folder, dtype=values.get("dtype", "float32")) as engine:
+    with running_engine(folder, **spec_of(values, tmp_path)) as engine:
         opened = set()
         for version in (0, 1):
             step.train(*make_batch(version=version))

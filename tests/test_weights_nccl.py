@@ -108,9 +108,7 @@ def test_member_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
 def test_trainer_sends_the_tensors_that_it_would_write(
     tiny_model_dir: Path, tmp_path: Path, world_size: int, lora: dict[str, int] | None
 ) -> None:
-    """Shards are gathered, adapters are merged; a later step changes nothing that is
-    sent.
-    """
+    """Shards are gathered; a later step changes nothing that is sent."""
     how: dict[str, Any] = {
         "trainer": {"lora": lora},
         "transport": "nccl",

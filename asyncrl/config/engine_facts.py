@@ -35,10 +35,6 @@ class EngineCapabilities(NamedTuple):
     """Environment variable with the key of servers that others have started."""
     receives_transfers: bool = False
     """Weights may be sent from device to device."""
-    adds_adapters: bool = False
-    """Computes W x + B A x, where the trainer merges and rounds. The two differ in
-    bfloat16.
-    """
     keeps_quantized: bool = False
     """Does not dequantise a quantised model."""
     opens_chunks: bool = True

@@ -47,9 +47,13 @@ class LoraConfig(FrozenConfig):
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the
+    """Linear layers with adapters, e.g. [q_proj, v_proj, lm_head] (all-linear = all but the
     head).
     """
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 class TrainerConfig(FrozenConfig):
@@ -156,12 +160,6 @@ class TrainerConfig(FrozenConfig):
         """
         given = self.gradient_checkpointing
         return float(not given) if isinstance(given, bool) else given
-
-    @property
-    def keeps_merged(self) -> bool:
-        return (
-            self.lora is not None and self.world_size == 1 and not self.offload.by_layer
-        )
 
     def is_sharded(self, device: str, dtype: str) -> bool:
         """Return whether the weights are float32 FSDP2 shards, which also save memory

@@ -33,9 +33,7 @@ def choose_transport(
     is_colocated: bool,
     num_nodes: int = 1,
 ) -> tuple[TransportName, str]:
-    """Return the transport of `auto`, and the reason. Never lora: all other transports
-    push merged weights, with which every engine computes like the trainer.
-    """
+    """Return the transport of `auto`, and the reason."""
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
         return sync.file_transport, "weight_sync.disk_dir is given"
@@ -109,12 +107,6 @@ def refuse_transport(
             way_out="set weight_sync.transport=stream, or disk with weight_sync.disk_dir shared by all "
             "nodes.",
         )
-    if is_colocated and facts.sends_adapters:
-        raise ConfigError(
-            places,
-            rule="an engine that sleeps has freed the base weights that adapters are added to",
-            way_out=f"{TO_SHM}.",
-        )
     if facts.is_collective and (is_colocated or not is_apart):
         raise ConfigError(
             places,
@@ -132,32 +124,15 @@ def refuse_transport(
 def _refuse_engine(config: RunConfig, name: str) -> None:
     facts = config.weight_sync.facts
     rollout = config.rollout
-    lora = config.trainer.lora
     if facts.is_transfer and not rollout.facts.receives_transfers:
         raise ConfigError(
             f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights",
             way_out=f"{TO_SHM}, or rollout.engine={engines_with('receives_transfers')}.",
         )
-    if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
-        raise ConfigError(
-            f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}",
-            way_out=f"set trainer.lora={{rank: 16}} and rollout.engine={engines_with('has_model')}.",
-        )
-    # With `auto` in model.dtype, the placement of the resolved config comes here again.
-    if (
-        facts.sends_adapters
-        and rollout.facts.adds_adapters
-        and config.model.dtype not in ("auto", "float32")
-    ):
-        raise ConfigError(
-            f"{name} with rollout.engine={rollout.engine} and model.dtype={config.model.dtype}",
-            rule=f"{rollout.engine} adds adapters to W x, the trainer rounds merged weights: two policies",
-            way_out="set weight_sync.transport=auto, which pushes merged weights, or model.dtype=float32.",
-        )
     if rollout.external_urls is None or facts.is_file_shared:
         return
     key = f"rollout.{rollout.facts.urls_key}"
-    if facts.is_transfer or facts.sends_adapters:
+    if facts.is_transfer:
         raise ConfigError(
             f"{name} needs engines that the run itself starts, and {key} names others",
             way_out=f"{TO_SHM} (disk on other machines), or remove {key}.",

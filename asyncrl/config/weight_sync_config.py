@@ -12,9 +12,8 @@ from asyncrl.messages.engine_api import Interrupt, TransportName
 
 
 class TransportCapabilities(NamedTuple):
-    """Facts about a transport. By default, all weights are one file in shared memory."""
+    """Facts about a transport. By default, a push is one file in shared memory."""
 
-    sends_adapters: bool = False
     is_transfer: bool = False
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
@@ -41,7 +40,6 @@ TRANSPORTS: dict[TransportName, TransportCapabilities] = {
     ),
     "disk": TransportCapabilities(is_file_shared=True),
     "stream": TransportCapabilities(is_fetched=True),
-    "lora": TransportCapabilities(sends_adapters=True, is_fetched=True),
     "nccl": TransportCapabilities(is_transfer=True, is_collective=True),
     "ipc": TransportCapabilities(
         is_transfer=True,
@@ -54,15 +52,15 @@ TRANSPORTS: dict[TransportName, TransportCapabilities] = {
 class WeightSyncConfig(FrozenConfig):
     """Pushes of new weights to the engines."""
 
-    free_keys: ClassVar = ("timeout_s", "disk_dir", "canary_limit")
+    free_keys: ClassVar = ("transport", "timeout_s", "disk_dir", "canary_limit")
 
     transport: Literal["auto"] | TransportName = "auto"
     """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own;
     ipc if they are colocated on one machine or work at once on one device; else shm, or
     stream on several nodes. shm: a safetensors file in shared memory. stream: the file,
-    downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl:
-    one broadcast to all engines. ipc: memory of shared devices, in chunks when
-    colocated.
+    downloaded by each node. disk: the file in disk_dir. nccl: one broadcast to all
+    engines. ipc: memory of shared devices, in chunks when colocated. With trainer.lora
+    each of them pushes only the adapters.
     """
     disk_dir: str | None = None
     """Folder for transport=disk, under one path for trainer and engines."""

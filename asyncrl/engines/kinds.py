@@ -149,8 +149,13 @@ def model_spec(order: ServerOrder) -> Body:
     """Return the start arguments of every engine with a model. It sees only its own
     devices.
     """
+    lora = order.config.trainer.lora
+    adapters = None
+    if lora is not None and order.role.serves_policy:
+        adapters = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets}
     return {
         "name": order.name,
+        "adapters": adapters,
         "slots": order.role.slots,
         "max_length": order.role.max_length,
         "model_path": str(order.model_path),
@@ -165,6 +170,7 @@ def embedded_spec(order: ServerOrder) -> Body:
     config = order.config
     role = order.role
     is_rollout = role.is_rollout
+    gets_all = role.serves_policy and config.trainer.lora is None
     return model_spec(order) | {
         "deterministic": config.rollout.deterministic,
         "num_kept": (num_caches(config, role) - 1) * role.slots,
@@ -174,7 +180,8 @@ def embedded_spec(order: ServerOrder) -> Body:
         "fused_decode": config.rollout.fused_decode and is_rollout,
         "profile_steps": config.trainer.profile_steps if is_rollout else (),
         "profile_dir": str(order.run_dir / PROFILE_FOLDER),
-        "aside_dir": None if role.serves_policy else str(order.run_dir),
+        # A sleep keeps the weights that no push brings.
+        "aside_dir": None if gets_all else str(order.run_dir),
     }
 
 

@@ -203,7 +203,7 @@ def _refuse_changes(
     changed = {
         key: values
         for key, values in changed_keys(before, now).items()
-        if not _is_free(key, values, now)
+        if not _is_free(key, now)
     }
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}" for key, values in changed.items()
@@ -228,10 +228,7 @@ def _refuse_changes(
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, values: tuple[object, object], config: JobConfig) -> bool:
-    # with lora, vLLM computes with unmerged adapters
-    if key == "weight_sync.transport":
-        return "lora" not in values
+def _is_free(key: str, config: JobConfig) -> bool:
     # A schedule that ends at num_steps would have had other rates from the start.
     if key in config.steps_keys:
         return not config.trainer.rate_needs_end

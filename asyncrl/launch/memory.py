@@ -103,12 +103,15 @@ def disk_sizes(
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
     """Return the number of trained parameters, assuming adapters on seven matrices per
-    layer.
+    layer, and on the head if targets are named.
     """
     lora = config.trainer.lora
     if lora is None:
         return shape.num_parameters
-    return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
+    widths = shape.layers * 7 * (shape.hidden + shape.active)
+    if lora.targets != "all-linear":
+        widths += shape.hidden + shape.vocab
+    return lora.rank * widths
 
 
 def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
@@ -169,12 +172,11 @@ def leaving_parts(config: RunConfig, *, moves: bool) -> list[ModelPart]:
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes of a trainer rank: of its models' parts, and of a micro-batch of each
-    model. `merged`: merged adapters. `step`: temporary tensors of an optimizer step.
+    model. `step`: temporary tensors of an optimizer step.
     """
 
     parts: Mapping[ModelPart, int]
     micro_batches: Mapping[Trained, int]
-    merged: int = 0
     step: int = 0
 
     def peak(self, rules: Mapping[ModelPart, Rule]) -> Memory:
@@ -216,7 +218,7 @@ class RankMemory:
             parameters=weights,
             optimizer=sum(here.values()) - weights,
             micro_batch=micro_batch,
-            copies=self.merged + reference,
+            copies=reference,
         )
 
     def total_of(self, parts: Collection[ModelPart]) -> int:
@@ -273,9 +275,6 @@ def model_memory(
     of_optimizer = moment_bytes(config, shape)
     if has_masters:
         of_optimizer += 4 * trained
-    merged = 0
-    if trainer.keeps_merged:
-        merged = item * (num - shape.vocab * shape.hidden)
     parts = {
         ModelPart(model, "weights"): weights,
         # Parts of a batch are added up as integers of 8 bytes.
@@ -307,7 +306,7 @@ def model_memory(
     step = ORTHOGONAL_BYTES * 2 * shape.hidden * shape.active
     if trainer.optimizer == "adamw":
         step = 0
-    return RankMemory(split, micro_batches, merged, step)
+    return RankMemory(split, micro_batches, step)
 
 
 def server_memory(
@@ -328,6 +327,10 @@ def server_memory(
         weights = weights if role.model else 0
         return Memory(parameters=weights, micro_batch=role.batch_tokens * width)
     engine = ENGINES[role.engine]
+    pushed = weights
+    if role.serves_policy and config.trainer.lora is not None:
+        pushed = pushed_bytes(config, shape, item)
+        weights += pushed
     slots = num_caches(config, role) * role.slots + role.read_slots
     # With pages, sequences wait while the cache is full, so only one must fit. Without
     # pages each slot holds its full length from the start.
@@ -338,9 +341,14 @@ def server_memory(
         parameters=weights,
         kv=cached * shape.layers * shape.cached * item,
         micro_batch=tokens * width + slots * shape.vocab * 4 * engine.logit_copies,
-        copies=weights if stages and engine.stages_weights else 0,
+        copies=pushed if stages and engine.stages_weights else 0,
     )
     return whole.split(len(devices))
+
+
+def pushed_bytes(config: RunConfig, shape: ModelShape, item_bytes: int) -> int:
+    """Return the bytes of a push: all weights, or the adapters."""
+    return item_bytes * num_trained(config, shape)
 
 
 def graph_bytes(config: RunConfig, shape: ModelShape, device: str) -> int:

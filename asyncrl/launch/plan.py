@@ -30,6 +30,7 @@ from asyncrl.launch.memory import (
     item_bytes,
     leaving_parts,
     loaded_bytes,
+    pushed_bytes,
     rank_memory,
     saved_bytes,
     server_memory,
@@ -200,7 +201,8 @@ def _ranks(
         name = f"trainer-{rank}"
         held = 0
         if rank == 0 and sync.holds_exports(is_colocated=placement.is_colocated):
-            held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
+            item = item_bytes(config.model.dtype, device.name)
+            held = pushed_bytes(config, shape, item)
         parts = rank_memory(config, shape, device.name, in_parts=placement.in_parts)
         memory = parts.peak(rules)
         stays = parts.total_of([one for one in rules if rules[one] == "never"])
@@ -249,6 +251,10 @@ def _servers(
                 stays=graphs,
                 pushed=memory.parameters + memory.copies,
             )
+        # A sleep keeps the weights under adapters.
+        keeps = placement.moves and config.trainer.lora is not None
+        left = memory.parameters * len(devices) if keeps else 0
+        yield from _left_plan(f"engine-{number}", devices[0], left, placement)
     for name, device in placement.extra.items():
         role = placement.roles[name]
         leaves = placement.leaves(name)
@@ -291,6 +297,7 @@ def _held_besides(
     ]
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
+    pushed = pushed_bytes(config, shape, item)
     saved = saved_bytes(config, shape)
     pythons = Counter([0])  # the controller's
     pythons.update(device.node for device in (*placement.trainer, *servers))
@@ -313,15 +320,15 @@ def _held_besides(
     batches.update({0: num_batches})
     batches.update({first.node: num_batches})
     facts = config.weight_sync.facts
-    is_file = not facts.is_transfer | facts.is_file_shared | facts.sends_adapters
+    is_file = not facts.is_transfer | facts.is_file_shared
     held = [(DISK, "weights", (2 if config.model.scratch else 1) * whole)]
     held += [
         (DISK, name, size) for name, size in disk_sizes(config, shape, saved).items()
     ]
     if placement.engines and not placement.is_colocated and is_file:
         for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
-            saving[node] += EXPORT_FILES * whole
-        held.append((SHARED, "weights", EXPORT_FILES * whole))
+            saving[node] += EXPORT_FILES * pushed
+        held.append((SHARED, "weights", EXPORT_FILES * pushed))
     for node, num in pythons.items():
         host = placement.label(NodeDevice(node, "cpu"))
         held.append((host, "python", num * OWN_BYTES))

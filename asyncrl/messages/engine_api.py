@@ -11,9 +11,7 @@ from asyncrl.messages.records import Count
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 
-TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
-
-WeightKind = Literal["weights", "lora"]
+TransportName = Literal["shm", "disk", "stream", "nccl", "ipc"]
 
 
 EnginePart = Literal["weights", "kv"]
@@ -114,13 +112,11 @@ class PrepareRequest(WeightsBody):
     """Read the safetensors file `path`, or the trainer's `memory`, into staging; with a
     `member`, receive the weights there.
 
-    `kind` lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out,
-    rank] for the initial weights, and the scalar `scale`; staged is base + scale * B A,
-    computed in float32.
+    An engine with adapters gets `<module>.lora_A.weight` [rank, in] and
+    `<module>.lora_B.weight` [out, rank]; others all weights.
     """
 
     path: str
-    kind: WeightKind = "weights"
     memory: ChunkMemory | None = None
     member: GroupMember | None = None
 

@@ -17,7 +17,6 @@ from asyncrl.messages.engine_api import (
     ChunkMemory,
     GroupMember,
     TrainerPart,
-    WeightKind,
     WeightsBody,
 )
 from asyncrl.messages.records import CallSpan, Credit, RewardPart
@@ -111,7 +110,6 @@ class ExportResponse(WeightsBody):
     """
 
     path: str
-    kind: WeightKind = "weights"
     canary: Canary | None = None
     is_held: bool = False
     memory: ChunkMemory | None = None

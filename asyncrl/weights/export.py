@@ -1,14 +1,12 @@
 """Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by
-chunks; the base class of transports, and transport lora.
+chunks; the base class of transports.
 
 Exports use the checkpoint's names: stacked experts are gathered as one tensor and split
 on writing. A chunk contains tensors, in export order, up to chunk_bytes, or one larger
 tensor. Any chunk may be requested at any time, even from a restarted trainer.
 
-Transport lora exports only the adapters, as one safetensors file in shared memory. It
-contains `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank], and
-the scalar `scale`, alpha / rank. An embedded engine merges it; vLLM's worker makes a
-peft folder.
+A run with adapters exports only them: `<module>.lora_A.weight` [rank, in] and
+`<module>.lora_B.weight` [out, rank]. Engines know their scale.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from asyncrl.messages.trainer_api import (
     ExportResponse,
 )
 from asyncrl.weights.tensor_files import (
-    SCALE,
     SUFFIXES,
     Pieces,
     adapted_modules,
@@ -283,13 +280,10 @@ class TrainerEnd(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """Weights of `version`: all with adapters merged, and only adapters. Calling
-    `adapters` gathers them.
-    """
+    """The pushed tensors of `version`."""
 
     version: int
-    merged: Callable[[], LazyWeights]
-    adapters: Callable[[], Mapping[str, Tensor]] | None = None
+    pushed: Callable[[], LazyWeights]
 
 
 def finished_export(
@@ -322,7 +316,7 @@ class Transport:
         """Bring the weights to the engines; no weight may change before the Future
         ends. Raises OSError, here or in the Future.
         """
-        weights = exported.merged()
+        weights = exported.pushed()
         version = exported.version
         dtype = self.end.dtype
         if not self.end.is_first:
@@ -358,7 +352,7 @@ class HeldTransport(Transport, ABC):
         end = self.end
         version = exported.version
         written = super().begin(exported, path).result() if end.is_file_wanted else None
-        weights = exported.merged()
+        weights = exported.pushed()
         if not end.is_first:
             gather_along(weights, end.dtype)
             return finished_export(version)
@@ -379,18 +373,6 @@ class HeldTransport(Transport, ABC):
         """Copy `tensors`, which are the whole `weights`."""
 
 
-class AdapterTransport(Transport):
-    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        assert exported.adapters is not None, "transport lora needs adapters"
-        tensors = exported.adapters()
-        if not self.end.is_first:
-            return finished_export(exported.version)
-        answer = export_weights(tensors, path, exported.version)
-        return finished_export(
-            exported.version, answer.model_copy(update={"kind": "lora"})
-        )
-
-
 def routers_of(model: nn.Module) -> list[Any]:
     """Return the router beside each layer's experts, in order; most return (logits,
     weights, indices), from topk.
@@ -409,21 +391,10 @@ def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
     return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
 
 
-@torch.no_grad()
-def merge_adapters(
-    tensors: Mapping[str, Tensor], base: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Merge a file's adapters into `base`, in its dtypes."""
-    merged = dict(base)
-    for module in adapted_modules(tensors):
-        weight = base[f"{module}.weight"]
-        a, b = (tensors[module + suffix].to(weight.device) for suffix in SUFFIXES)
-        merged[f"{module}.weight"] = merge(weight, a, b, float(tensors[SCALE]))
-    return merged
-
-
-def write_peft(tensors: Mapping[str, Tensor], folder: Path, **facts: object) -> None:
-    """Write a file's adapters as a peft folder. `facts`: more of its config."""
+def write_peft(
+    tensors: Mapping[str, Tensor], scale: float, folder: Path, **facts: object
+) -> None:
+    """Write pushed adapters as a peft folder. `facts`: more of its config."""
     modules = adapted_modules(tensors)
     rank = len(tensors[modules[0] + SUFFIXES[0]])
     config = {
@@ -431,14 +402,10 @@ def write_peft(tensors: Mapping[str, Tensor], folder: Path, **facts: object) -> 
         "task_type": "CAUSAL_LM",
         "bias": "none",
         "r": rank,
-        "lora_alpha": float(tensors[SCALE]) * rank,
+        "lora_alpha": scale * rank,
         "target_modules": modules,
         **facts,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    weights = {
-        f"base_model.model.{name}": one
-        for name, one in tensors.items()
-        if name != SCALE
-    }
+    weights = {f"base_model.model.{name}": one for name, one in tensors.items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -57,8 +57,6 @@ JOINED_BYTES = 2**26
 """Bytes of small tensors in a product."""
 MIN_HASHED_BYTES = 2**22
 """Minimum bytes per task of the hashing thread."""
-SCALE = "scale"
-"""Scalar alpha / rank in a file of adapters."""
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +38,23 @@ FRAME_ROWS = 256
 Act = Callable[..., Awaitable[BaseModel]]
 
 
+class AdapterSpec(Message):
+    """Low-rank adapters of a run, scaled by `scale`. `targets`: names of linear layers
+    or ends of them.
+    """
+
+    rank: int = Field(ge=1)
+    scale: float
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+
+
 class EngineSpec(Message):
     name: str
     slots: int = Field(ge=1)
     max_length: int = Field(ge=2)
     """Prompt and completion together."""
+    adapters: AdapterSpec | None = None
+    """Pushes bring adapters, and no other weights."""
 
 
 Spec = TypeVar("Spec", bound=EngineSpec)

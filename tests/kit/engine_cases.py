@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
+from asyncrl.messages.engine_api import CommitRequest
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.tokens import SegmentPart
@@ -104,6 +104,9 @@ def publish_halfway(
 Q_PROJ, DOWN_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj"
 
 
+SCALE = 0.5
+
+
 def adapters(
     folder: Path,
     modules: tuple[str, ...] = (Q_PROJ, DOWN_PROJ),
@@ -113,9 +116,10 @@ def adapters(
 ) -> dict[str, torch.Tensor]:
     """Random ones, large enough to change the tokens."""
     random, base = torch.Generator().manual_seed(seed), weights_of(folder)
-    tensors = {"scale": torch.tensor(0.5)}
+    tensors = dict[str, torch.Tensor]()
     for module in modules:
-        out_features, in_features = base[f"{module}.weight"].shape
+        tied = base["model.embed_tokens.weight"]
+        out_features, in_features = base.get(f"{module}.weight", tied).shape
         tensors[f"{module}.lora_A.weight"] = (
             torch.randn(rank, in_features, generator=random) * 0.3
         )
@@ -135,16 +139,8 @@ def merged(
         low_in = tensors[f"{module}.lora_A.weight"]
         low_out = tensors[f"{module}.lora_B.weight"]
         base = weights[f"{module}.weight"].float()
-        weights[f"{module}.weight"] = (base + low_out @ low_in * tensors["scale"]).to(
-            dtype
-        )
+        weights[f"{module}.weight"] = (base + low_out @ low_in * SCALE).to(dtype)
     return weights
-
-
-def lora_request(
-    tensors: dict[str, torch.Tensor], version: int, scratch: Path
-) -> PrepareRequest:
-    return stage_file(tensors, version, scratch).model_copy(update={"kind": "lora"})
 
 
 SMALL: dict[str, Any] = {

@@ -25,13 +25,14 @@ from engine_in_process import make_request, running_engine
 from engine_replies import ask
 from model_zoo import FIRST_ID, VOCAB, make_config, random_model
 from torch import Tensor
+from torch.func import functional_call
 from trainer_cases import batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.trainer.loss.packing import micro_batches
 from asyncrl.trainer.model.build_model import plan_of
-from asyncrl.trainer.model.lora import Adapters
+from asyncrl.trainer.model.lora import Adapters, targets_of
 from asyncrl.trainer.model.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks.ranks import ONE_RANK
 
@@ -142,7 +143,7 @@ def measure(name: str) -> list[str]:
     trainer = cell("trainer", planned)
     gradients = "" if plan is None else cell("trainer", partial(trained, plan=plan))
     engine = cell("engine", served)
-    lora = cell("lora", adapted)
+    lora = cell("lora", partial(adapted, plan=plan))
     vllm = "" if type(model).__name__ in vllm_names() else "no"
     model_type, _, variant = name.partition(" ")
     return [
@@ -200,10 +201,22 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def trained(model: Any, plan: ForwardPlan) -> str:
-    """Compare logprobs and gradients of the micro-batches that the trainer makes.
-    Raises AssertionError.
-    """
+    """Compare all weights' gradients. Raises AssertionError."""
     plain = copy.deepcopy(model)
+    compare(
+        Policy(model, plan), partial(plain_logprobs, plain), lambda: gradients_of(plain)
+    )
+    return "exact"
+
+
+def compare(
+    policy: Policy,
+    plain: Callable[[Ids], Tensor],
+    expected_gradients: Callable[[], dict[str, Tensor]],
+) -> None:
+    """Compare logprobs and gradients of the micro-batches that the trainer makes with
+    one forward for each text. Raises AssertionError.
+    """
     rows = [
         [(ids, [False] + [True] * (len(ids) - 1)) for ids in texts]
         for texts in make_texts()
@@ -213,16 +226,15 @@ def trained(model: Any, plan: ForwardPlan) -> str:
     expected_N = torch.zeros(len(weight_N))
     # Dynamic RoPE remembers the longest text, so short ones come first.
     for entry in sorted(header.trajectories, key=lambda entry: entry.end - entry.start):
-        logprob_T = plain_logprobs(plain, arrays.ids[entry.start : entry.end].tolist())
+        logprob_T = plain(arrays.ids[entry.start : entry.end].tolist())
         (logprob_T * weight_N[entry.start + 1 : entry.end]).sum().backward()
         expected_N[entry.start + 1 : entry.end] = logprob_T.detach()
-    policy = Policy(model, plan)
     found_N = torch.zeros(len(weight_N))
     given = (
         header,
         arrays,
         arrays.is_sampled,
-        plan.rules(10**6),
+        policy.plan.rules(10**6),
         CPU,
         ONE_RANK,
         policy.costs,
@@ -234,14 +246,13 @@ def trained(model: Any, plan: ForwardPlan) -> str:
     assert float((found_N - expected_N).abs().max()) <= MOST_NATS, (
         "logprobs are not those of plain forwards"
     )
-    expected, found = gradients_of(plain), gradients_of(model)
+    expected, found = expected_gradients(), gradients_of(policy.model)
     whole = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         error = (found[name] - gradient).norm() / (gradient.norm() + 1e-4 * whole)
         assert float(error) <= MOST_GRADIENT, (
             f"the gradient of {name} is not that of plain forwards"
         )
-    return "exact"
 
 
 @torch.no_grad()
@@ -284,25 +295,59 @@ def compare_turns(engine: Any, model: Any) -> None:
             prompt += [5, 6, 7]
 
 
-@torch.no_grad()
-def adapted(model: Any) -> str:
-    """Return the names of layers with adapters, which act as merged weights. Raises
-    AssertionError.
+def adapted(model: Any, plan: ForwardPlan | None) -> str:
+    """Return the names of layers with adapters by default. They and the output head act
+    as W + scale * B A, also in gradients. Raises AssertionError.
     """
-    merged = copy.deepcopy(model)
-    weights = dict(merged.named_parameters())
-    ids = make_texts()[0][0]
-    base_T = plain_logprobs(model, ids)
-    adapters = Adapters(model, LoraConfig(rank=4), torch.float32)
+    plain = copy.deepcopy(model).requires_grad_(False)
+    default = targets_of(model, LoraConfig())
+    shown = " ".join(sorted({name.rpartition(".")[2] for name in default}))
+    head = model.get_output_embeddings()
+    of_head = [name for name, one in model.named_modules() if one is head]
+    if head is None or type(head).forward is not torch.nn.Linear.forward:
+        of_head = []
+    adapters = Adapters(
+        model, LoraConfig(rank=4, targets=[*default, *of_head]), torch.float32
+    )
+    assert [*adapters.layers] == [*default, *of_head]
+    pairs = dict[str, tuple[Tensor, Tensor]]()
     for name, layer in adapters.layers.items():
-        lora_A, lora_B = layer.pair()
-        lora_B.normal_(std=0.1)
-        weights[f"{name}.weight"].add_(adapters.scale * lora_B @ lora_A)
-    expected_T, found_T = plain_logprobs(merged, ids), plain_logprobs(model, ids)
-    assert float((base_T - expected_T).abs().max()) > 10 * MOST_NATS, (
-        "adapters change nothing"
+        torch.nn.init.normal_(layer.low_rank.up, std=0.1)
+        lora_A, lora_B = (
+            one.detach().clone().requires_grad_() for one in layer.low_rank[:2]
+        )
+        pairs[name] = lora_A, lora_B
+
+    def merged_logprobs(ids: Ids) -> Tensor:
+        weights = {
+            f"{name}.weight": plain.get_parameter(f"{name}.weight")
+            + adapters.scale * lora_B @ lora_A
+            for name, (lora_A, lora_B) in pairs.items()
+        }
+        # A tied head and the embedding are two weights here.
+        call = partial(functional_call, plain, weights, (), tie_weights=False)
+        return plain_logprobs(lambda **inputs: call(inputs), ids)
+
+    ids = make_texts()[0][0]
+    with torch.no_grad():
+        base_T = plain_logprobs(plain, ids)
+        assert float((base_T - merged_logprobs(ids)).abs().max()) > 10 * MOST_NATS, (
+            "adapters change nothing"
+        )
+    if plan is None:  # a model that the trainer refuses
+        with torch.no_grad():
+            gap_T = plain_logprobs(model, ids) - merged_logprobs(ids)
+        assert float(gap_T.abs().max()) <= MOST_NATS, "not as merged weights"
+        return shown
+    compare(
+        Policy(model, plan),
+        merged_logprobs,
+        lambda: {
+            f"{name}.{kind}.default.weight": torch.zeros_like(one)
+            if one.grad is None
+            else one.grad
+            for name, pair in pairs.items()
+            for kind, one in zip(("lora_A", "lora_B"), pair, strict=True)
+        },
     )
-    assert float((found_T - expected_T).abs().max()) <= MOST_NATS, (
-        "adapters do not act as merged weights"
-    )
-    return " ".join(sorted({name.rpartition(".")[2] for name in adapters.layers}))
+    return shown

@@ -75,7 +75,6 @@ FACTS = EngineCapabilities(
     reports_supports=True,
     scores_texts=True,
     receives_transfers=True,
-    adds_adapters=True,
     keeps_quantized=True,
     opens_chunks=False,
     stages_weights=False,

@@ -18,7 +18,6 @@ def _vllm_spec(order: ServerOrder) -> Body:
     """
     config = order.config
     rollout = config.rollout
-    lora = config.trainer.lora
     args = dict(ARGUMENTS.of(rollout)) if order.role.serves_policy else {}
     if order.share is not None:
         args["gpu_memory_utilization"] = order.share
@@ -30,11 +29,8 @@ def _vllm_spec(order: ServerOrder) -> Body:
     return model_spec(order) | {
         "deterministic": config.is_deterministic(order.device),
         "tensor_parallel": TENSOR_PARALLEL.of(rollout) if order.role.is_rollout else 1,
-        "has_adapters": config.weight_sync.facts.sends_adapters
-        and order.role.serves_policy,
         "fits_slots": not order.role.serves_policy,
         "returns_supports": order.returns_supports,
-        "lora_rank": 1 if lora is None else lora.rank,
         "args": args,
     }
 
@@ -43,6 +39,7 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
     """Return a client whose ready() checks the server's settings."""
     config = order.config
     limit = config.weight_sync.canary_limit
+    lora = config.trainer.lora if order.role.serves_policy else None
     tokenizer = order.tokenizer
     # vLLM finds stop strings in text, where special tokens have none. Those are passed
     # as stop ids.
@@ -58,6 +55,8 @@ def _vllm_client(order: ServerOrder, caller: Caller) -> EngineClient:
         end_ids=tuple(sorted(tokenizer.end_ids)),
         special_ids={name: number for name, number in special.items() if name},
         stays=order.stays,
+        adapter_rank=0 if lora is None else lora.rank,
+        adapter_scale=None if lora is None else lora.scale,
         returns_routing=order.returns_routing,
         returns_supports=order.returns_supports,
         canary_limit=None if limit == "auto" else limit,

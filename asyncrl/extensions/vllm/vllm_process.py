@@ -58,7 +58,7 @@ _COUNTS = {
 
 
 class WorkerAnswer(TypedDict, total=False):
-    """Answer of our extension; a call fills what it returns."""
+    """Answer of our extension; a call fills what it returns. `folder`: with adapters."""
 
     vocab_size: int
     state: str
@@ -163,6 +163,8 @@ class VllmProcess(OpenAIScope):
         # False from the start of a sleep to its end: after a failed or cancelled one, the
         # next sleep asks vLLM again.
         self.is_sleep_sure = True
+        self.has_adapters = False
+        """Pushes are of adapters. Set when ready."""
         self.model: str | None = None
         """Serving adapter; None: the base model."""
         self.vocab_size: float = math.inf
@@ -356,6 +358,8 @@ class VllmRequirements:
     end_ids: tuple[int, ...]
     special_ids: Mapping[str, int] = field(default_factory=dict)
     stays: bool = False
+    adapter_rank: int = 0
+    adapter_scale: float | None = None
     returns_routing: bool = False
     returns_supports: bool = False
     canary_limit: float | None = None
@@ -391,6 +395,10 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     at_least = {
         "max_model_len": (model["max_model_len"], needed.max_length),
         "max_num_seqs": (config["scheduler_config"]["max_num_seqs"], needed.slots),
+        "max_lora_rank": (
+            (config.get("lora_config") or {}).get("max_lora_rank", 0),
+            needed.adapter_rank,
+        ),
         _ROUTING: (
             bool(config.get("aux_output_config", {}).get(_ROUTING)),
             needed.returns_routing,
@@ -430,7 +438,8 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         check_settings(process.name, settings.root, needed)
         cache = settings.root["vllm_config"]["cache_config"]
         process.kv_tokens = cache["kv_cache_size_tokens"] or 0
-        workers = await process.rpc("facts")
+        process.has_adapters = needed.adapter_scale is not None
+        workers = await process.rpc("facts", adapter_scale=needed.adapter_scale)
         process.num_workers = len(workers)
         process.vocab_size = min(worker["vocab_size"] for worker in workers)
         await process.tell("/resume")  # an earlier run may have paused it and died

@@ -61,15 +61,17 @@ class Load:
     hashed in place and copied by load().
     """
 
-    model: str | None = None
-    """vLLM's name of what serves afterwards; None: the base model."""
-
     def __init__(self, process: VllmProcess, manifest: ExportResponse) -> None:
         self.process = process
         self.manifest = manifest
         self.version = manifest.version
         self.digest = manifest.digest
         self.staged = WorkerAnswer()
+
+    @property
+    def model(self) -> str | None:
+        """VLLM's name of the model that serves afterwards; None: the base model."""
+        return ADAPTER if self.process.has_adapters else None
 
     async def stage(self) -> str:
         """Return the digest. Poll: a blocking call would stop generation."""
@@ -80,7 +82,6 @@ class Load:
             "digest",
             "num_tensors",
             "num_bytes",
-            "kind",
             "memory",
         }
         request = self.manifest.model_dump(include=names)
@@ -99,16 +100,36 @@ class Load:
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
     async def load(self) -> None:
-        await self.process.rpc("load", version=self.version, digest=self.digest)
+        await self.put()
+        if self.process.has_adapters:
+            await self._load_adapter()
+
+    async def put(self) -> None:
+        """Bring the weights into the model, or adapters into the folder of `staged`."""
+        if not self.process.has_adapters:
+            await self.process.rpc("load", version=self.version, digest=self.digest)
+
+    async def _load_adapter(self) -> None:
+        # A folder per version, by which vLLM's prefix cache knows adapters apart. Each
+        # worker has written the same adapter.
+        adapter = {
+            "lora_name": ADAPTER,
+            "lora_path": self.staged["folder"],
+            # The name stays the same over all versions, so requests need no new one.
+            "load_inplace": True,
+        }
+        await self.process.tell("/v1/load_lora_adapter", adapter)
+        await self.process.rpc("check_adapter", version=self.version)
 
 
 class ChunksLoad(Load):
     """A colocated push, whose chunks are loaded already."""
 
-    async def load(self) -> None:
-        await self.process.rpc(
+    async def put(self) -> None:
+        workers = await self.process.rpc(
             "finish_chunks", version=self.version, digest=self.digest
         )
+        self.staged = workers[0]
 
 
 class BroadcastLoad(Load):
@@ -123,35 +144,18 @@ class BroadcastLoad(Load):
         )
         return self.digest
 
-    async def load(self) -> None:
+    async def put(self) -> None:
         announced = self.manifest.model_dump(
             include={"version", "digest", "num_tensors", "num_bytes"}
         )
 
         async def take(member: api.GroupMember) -> None:
-            await self.process.rpc(
+            workers = await self.process.rpc(
                 "receive", path="", member=member.model_dump(), **announced
             )
+            self.staged = workers[0]
 
         await self.group.receive(self.process.name, self.version, take)
-
-
-class AdapterLoad(Load):
-    """Transport lora: a peft folder per version, by which vLLM's prefix cache tells
-    adapters apart.
-    """
-
-    model = ADAPTER
-
-    async def load(self) -> None:
-        adapter = {
-            "lora_name": ADAPTER,
-            "lora_path": self.staged["folder"],
-            # The name stays the same over all versions, so requests need no new one.
-            "load_inplace": True,
-        }
-        await self.process.tell("/v1/load_lora_adapter", adapter)
-        await self.process.rpc("check_adapter", version=self.version)
 
 
 def load_of(
@@ -161,7 +165,7 @@ def load_of(
         load = BroadcastLoad(process, manifest)
         load.group = group
         return load
-    return (AdapterLoad if manifest.kind == "lora" else Load)(process, manifest)
+    return Load(process, manifest)
 
 
 async def check_canary(load: Load, limit: float | None) -> None:
@@ -382,8 +386,9 @@ class VllmServer(EngineClient):
 
     async def sleep(self) -> api.TransferStats:
         """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory
-        that vLLM never frees (vLLM #16663). With `stays` vLLM pauses instead and clears
-        its prefix cache.
+        that vLLM never frees (vLLM #16663). But no push of adapters brings the base
+        weights, so they need level 1. With `stays` vLLM pauses instead and clears its
+        prefix cache.
         """
         process, started = self._process, clock()
         asleep_before = set(process.asleep)
@@ -398,7 +403,8 @@ class VllmServer(EngineClient):
                     await process.tell("/pause?mode=abort&clear_cache=true")
                 else:
                     await self._wake(asleep_before)  # vLLM sleeps as a whole
-                    await process.tell("/sleep?level=2&mode=abort")
+                    level = 1 if process.has_adapters else 2
+                    await process.tell(f"/sleep?level={level}&mode=abort")
                 # A request that reached vLLM after the sleep's own abort is ended too:
                 # none may stay in a server without weights.
                 await process.end(process.sent)

@@ -385,11 +385,6 @@ class TrainedModel:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         if is_sharded:
             self.masters = MasterWeights(model, torch.float32)
-        if self.adapters is not None and spec.trainer.keeps_merged and not is_sharded:
-            # Merged once a step and not in each pass. The optimizer's step makes them
-            # stale, so write_back() forgets them.
-            self.masters.then = self.adapters.forget_merged
-            self.policy.before_pass = self.adapters.keep_merged
         if spec.algorithm.router_replay:
             self.policy.replay = RouterReplay(model)
         if spec.trainer.gradient_checkpointing is True:

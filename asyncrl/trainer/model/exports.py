@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
@@ -24,7 +23,7 @@ from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.ranks.state import save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights import export
-from asyncrl.weights.export import AdapterTransport, Exported, LazyWeights, Transport
+from asyncrl.weights.export import Exported, LazyWeights, Transport
 from asyncrl.weights.ipc import (
     ChunkFile,
     ChunkPlace,
@@ -33,10 +32,14 @@ from asyncrl.weights.ipc import (
     SharedTransport,
 )
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import Pieces, stored_names, stored_pieces
+from asyncrl.weights.tensor_files import (
+    Pieces,
+    rename_adapters,
+    stored_names,
+    stored_pieces,
+)
 
 TRANSPORTS = {
-    "lora": AdapterTransport,
     "nccl": BroadcastTransport,
     "ipc": SharedTransport,
 }
@@ -57,8 +60,8 @@ class Exports:
         # Engines know tensors by the checkpoint's names. The cuts of stacked experts
         # never change, so they are found once.
         self._pieces: Pieces = {}
-        self._pieces = stored_pieces(model.policy.model, self.lazy_weights().like)
-        chunks = export.chunks_of(self.lazy_weights(), model.dtype, spec.chunk_bytes)
+        self._pieces = stored_pieces(model.policy.model, self.whole_model().like)
+        chunks = export.chunks_of(self.pushed(), model.dtype, spec.chunk_bytes)
         self._chunks = Chunks(self._chunk_place(chunks), chunks, model.dtype)
         end = export.TrainerEnd(
             model.device,
@@ -76,12 +79,22 @@ class Exports:
         self.transport = kind(end)
         self.exporting: Future[api.ExportResponse] | None = None
 
-    def lazy_weights(self) -> LazyWeights:
+    def pushed(self) -> LazyWeights:
+        """Return the trained tensors that engines get: adapters under checkpoint names,
+        or all weights under the model's names.
+        """
+        adapters = self._model.adapters
+        if adapters is None:
+            return self.whole_model()
+        names = stored_names(self._pieces)
+        return LazyWeights(rename_adapters(adapters.tensors(), names))
+
+    def whole_model(self) -> LazyWeights:
         """Return all weights under the model's names, adapters merged on access."""
-        if self._model.adapters is None:
-            weights = export.named_weights(self._model.policy.model)
-            return LazyWeights(weights, pieces=self._pieces)
-        weights, merges = self._model.adapters.merging()
+        weights = export.named_weights(self._model.policy.model)
+        merges = None
+        if self._model.adapters is not None:
+            weights, merges = self._model.adapters.merging(weights)
         return LazyWeights(weights, merges, self._pieces)
 
     def begin(self, path: Path, version: int) -> Callable[[], api.ExportResponse]:
@@ -90,9 +103,7 @@ class Exports:
         Both raise OSError. The function also raises Refused if the weights give NaN.
         """
         canary = self._canary()
-        adapters = None if self._model.adapters is None else self._adapter_tensors
-        exported = Exported(version, self.lazy_weights, adapters)
-        exporting = self.transport.begin(exported, path)
+        exporting = self.transport.begin(Exported(version, self.pushed), path)
         self.exporting = exporting
 
         def finish() -> api.ExportResponse:
@@ -111,7 +122,7 @@ class Exports:
         canary = self._canary() if self._chunks.is_last(index) else None
         is_first = self._ranks.is_first
         chunk = self._chunks.write(
-            self.lazy_weights(),
+            self.pushed(),
             version,
             index,
             is_first=is_first,
@@ -128,7 +139,7 @@ class Exports:
         """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError
         and Refused.
         """
-        weights = dict(self.lazy_weights())
+        weights = dict(self.whole_model())
         dtype = self._model.dtype
         # Shards are gathered tensor by tensor, by all ranks in one order. Only rank 0
         # keeps the result.
@@ -144,10 +155,6 @@ class Exports:
             dtype=dtype,
             template=self._spec.chat_template,
         )
-
-    def _adapter_tensors(self) -> dict[str, Tensor]:
-        assert self._model.adapters is not None
-        return self._model.adapters.export_tensors(stored_names(self._pieces))
 
     def _chunk_place(self, chunks: list[LazyWeights]) -> ChunkPlace:
         spec = self._spec

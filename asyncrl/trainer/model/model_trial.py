@@ -43,9 +43,9 @@ def try_model(config: RunConfig, folder: Path) -> float | None:
     with _architecture(config.model, folder) as architecture, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture)
     if lora is not None:
-        from asyncrl.trainer.model.lora import find_targets
+        from asyncrl.trainer.model.lora import targets_of
 
-        find_targets(model, lora)
+        targets_of(model, lora)
     if config.algorithm.router_replay:
         from asyncrl.trainer.model.build_model import RouterReplay
 

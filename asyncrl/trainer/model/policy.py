@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
+from asyncrl.models.low_rank import LowRank
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
@@ -56,15 +57,85 @@ class Scores(NamedTuple):
     balance: Tensor | None = None
 
 
-def head_scores(
-    hidden_MD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    target_M: Tensor,
-    use: HeadUse,
-) -> Scores:
+def head_scores(head: HeadWeights, target_M: Tensor, use: HeadUse) -> Scores:
     """Score `target_M`, and the entries."""
-    return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, use))  # type: ignore[no-untyped-call]
+    return Scores(*_HeadScores.apply(*head, target_M, use))  # type: ignore[no-untyped-call]
+
+
+class HeadWeights(NamedTuple):
+    """The head and its input. With an adapter, its B [V, rank] and scale * A h [M, rank]
+    are a second product, which is added to each slice of logits.
+    """
+
+    hidden_MD: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    narrow_MR: Tensor | None = None
+    up_VR: Tensor | None = None
+
+    @classmethod
+    def of(cls, head: Any, hidden_MD: Tensor) -> HeadWeights:
+        """`head`: the module, which may be peft's around the head."""
+        low_rank: LowRank | None = getattr(head, "low_rank", None)
+        if low_rank is None or not low_rank.scale:
+            return cls(hidden_MD, head.weight, head.bias)
+        narrow_MR = low_rank.narrow(hidden_MD)
+        return cls(hidden_MD, head.weight, head.bias, narrow_MR, low_rank.up)
+
+    def rows(self, part: slice) -> HeadWeights:
+        """Return the head for a part of the M rows."""
+        narrow_MR = None if self.narrow_MR is None else self.narrow_MR[part]
+        return self._replace(hidden_MD=self.hidden_MD[part], narrow_MR=narrow_MR)
+
+    def logits(self, part: slice, temperature: float) -> Tensor:
+        """Return logits [M, C] over `temperature` of a part of the vocabulary."""
+        logits_MC = _product(self.hidden_MD, self.weight_VD[part])
+        if self.narrow_MR is not None and self.up_VR is not None:
+            logits_MC += _product(self.narrow_MR, self.up_VR[part])
+        if self.bias_V is not None:
+            logits_MC += self.bias_V[part]
+        return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
+
+
+class _HeadGradients:
+    """Gradients of HeadWeights, slice by slice of the vocabulary. `make`: how tensors
+    of weights begin.
+    """
+
+    def __init__(
+        self,
+        head: HeadWeights,
+        needed: Sequence[bool],
+        wide: torch.dtype,
+        make: Callable[[Tensor], Tensor] = torch.empty_like,
+    ) -> None:
+        self._head = head
+        self._products = [(head.hidden_MD, head.weight_VD, 0, 1)]
+        if head.narrow_MR is not None and head.up_VR is not None:
+            self._products.append((head.narrow_MR, head.up_VR, 3, 4))
+        self.grads: list[Tensor | None] = [None] * len(head)
+        for rows, weight, of_rows, of_weight in self._products:
+            self.grads[of_rows] = torch.zeros_like(rows, dtype=wide)
+            if needed[of_weight]:
+                self.grads[of_weight] = make(weight)
+
+    def add(self, part: slice, narrow_MC: Tensor) -> None:
+        """Add the gradient of a slice's logits, in the dtype of the weights."""
+        for rows, weight, of_rows, of_weight in self._products:
+            total, of_slices = self.grads[of_rows], self.grads[of_weight]
+            assert total is not None
+            total += narrow_MC @ weight[part]
+            if of_slices is not None:
+                of_slices[part] = narrow_MC.t() @ rows
+
+    def finish(self, grad_bias_V: Tensor | None) -> list[Tensor | None]:
+        """Return a gradient for each field of the head."""
+        for rows, _, of_rows, _ in self._products:
+            total = self.grads[of_rows]
+            assert total is not None
+            self.grads[of_rows] = total.to(rows.dtype)
+        self.grads[2] = grad_bias_V
+        return self.grads
 
 
 class HeadUse(NamedTuple):
@@ -80,10 +151,8 @@ class HeadUse(NamedTuple):
     def entries_in(self, part: slice) -> EntriesPart | None:
         return None if self.entries is None else self.entries.within(part)
 
-    def logits(
-        self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice
-    ) -> Tensor:
-        logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
+    def logits(self, head: HeadWeights, part: slice) -> Tensor:
+        logits_MC = head.logits(part, self.temperature)
         if self.allowed_M is not None:
             self.allowed_M.mask(logits_MC, part)
         return logits_MC
@@ -99,14 +168,13 @@ class HeadUse(NamedTuple):
 
 class _HeadScores(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_M: Tensor,
-        use: HeadUse,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # Fields of the head apart, because gradients go to arguments that are tensors.
+        target_M: Tensor
+        use: HeadUse
+        *of_head, target_M, use = inputs
+        head = HeadWeights(*of_head)
+        hidden_MD, weight_VD = head[:2]
         add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         target_logit_M, sum_M, product_M = hidden_MD.new_zeros(
@@ -116,7 +184,7 @@ class _HeadScores(torch.autograd.Function):
         entries = use.entries
         value_E = sum_M.new_empty(0 if entries is None else len(entries.ids))
         for part in _slices(target_M, weight_VD):
-            logits_MC = use.logits(hidden_MD, weight_VD, bias_V, part)
+            logits_MC = use.logits(head, part)
             of_part = use.entries_in(part)
             # Before add_slice, which may overwrite the logits.
             if of_part is not None:
@@ -126,7 +194,7 @@ class _HeadScores(torch.autograd.Function):
                 logits_MC, target_M - part.start, sums
             )
             del logits_MC
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
+        ctx.save_for_backward(*head, target_M, highest_M, sum_M)
         ctx.use = use
         # Separate terms preserve digits of large logits.
         logsum_M = sum_M.log()
@@ -143,13 +211,12 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M = ctx.saved_tensors
+        *of_head, target_M, highest_M, sum_M = ctx.saved_tensors
+        head = HeadWeights(*of_head)
+        weight_VD, bias_V = head.weight_VD, head.bias_V
         # Logits are computed again, slice by slice. Kept from the forward pass, they
         # would be a float32 tensor [M, V], which the slices avoid.
-        grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=sum_M.dtype)
-        grad_weight_VD = (
-            torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
-        )
+        gradients = _HeadGradients(head, ctx.needs_input_grad, sum_M.dtype)
         grad_bias_V = (
             torch.empty_like(bias_V)
             if bias_V is not None and ctx.needs_input_grad[2]
@@ -164,7 +231,7 @@ class _HeadScores(torch.autograd.Function):
             total_M = grad_M.index_add(0, entries.row_E, grad_E)
         slice_gradient = ctx.use.body(_slice_gradient)
         for part in _slices(target_M, weight_VD):
-            logits_MC = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
+            logits_MC = ctx.use.logits(head, part)
             sums = (highest_M, sum_M, grad_M, total_M)
             has_bias = grad_bias_V is not None
             place_M = target_M - part.start
@@ -177,17 +244,9 @@ class _HeadScores(torch.autograd.Function):
             )
             if grad_bias_V is not None:
                 grad_bias_V[part] = grad_bias_C
-            grad_hidden_MD += narrow_MC @ weight_VD[part]
-            if grad_weight_VD is not None:
-                grad_weight_VD[part] = narrow_MC.t() @ hidden_MD
+            gradients.add(part, narrow_MC)
             del logits_MC, narrow_MC
-        return (
-            grad_hidden_MD.to(hidden_MD.dtype),
-            grad_weight_VD,
-            grad_bias_V,
-            None,
-            None,
-        )
+        return (*gradients.finish(grad_bias_V), None, None)
 
 
 class _SupportLogits(torch.autograd.Function):
@@ -197,36 +256,36 @@ class _SupportLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_RD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        supports: SupportRows,
-        temperature: float,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        supports: SupportRows
+        temperature: float
+        *of_head, supports, temperature = inputs
+        head = HeadWeights(*of_head)
+        hidden_RD, weight_VD = head[:2]
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         value_E = hidden_RD.new_empty(len(supports.ids), dtype=wide)
         for part in _slices(hidden_RD, weight_VD):
             of_part = supports.within(part)
             if of_part is None:
                 continue
-            logits_RC = _logits(hidden_RD, weight_VD, bias_V, part, temperature)
+            logits_RC = head.logits(part, temperature)
             value_E[of_part.entries] = logits_RC[of_part.places]
             del logits_RC
-        ctx.save_for_backward(hidden_RD, weight_VD, bias_V)
+        ctx.save_for_backward(*head)
         ctx.supports, ctx.temperature = supports, temperature
         return value_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RD, weight_VD, bias_V = ctx.saved_tensors
+        head = HeadWeights(*ctx.saved_tensors)
+        hidden_RD, weight_VD, bias_V = head[:3]
         supports = ctx.supports
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        needs_bias = ctx.needs_input_grad[2]
         grad_E = grads[0] / ctx.temperature
         narrow_E = grad_E.to(weight_VD.dtype)
-        grad_hidden_RD = torch.zeros_like(hidden_RD, dtype=grad_E.dtype)
-        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        gradients = _HeadGradients(
+            head, ctx.needs_input_grad, grad_E.dtype, torch.zeros_like
+        )
         grad_bias_V = None
         if bias_V is not None and needs_bias:
             wide_V = grad_E.new_zeros(len(bias_V)).index_add(0, supports.id_E, grad_E)
@@ -237,16 +296,8 @@ class _SupportLogits(torch.autograd.Function):
                 continue
             narrow_RC = narrow_E.new_zeros(len(hidden_RD), part.stop - part.start)
             narrow_RC[of_part.places] = narrow_E[of_part.entries]
-            grad_hidden_RD += narrow_RC @ weight_VD[part]
-            if grad_weight_VD is not None:
-                grad_weight_VD[part] = narrow_RC.t() @ hidden_RD
-        return (
-            grad_hidden_RD.to(hidden_RD.dtype),
-            grad_weight_VD,
-            grad_bias_V,
-            None,
-            None,
-        )
+            gradients.add(part, narrow_RC)
+        return (*gradients.finish(grad_bias_V), None, None)
 
 
 def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
@@ -319,27 +370,18 @@ def _slice_gradient(
     return grad_MC.to(dtype), grad_MC.sum(dim=0) if has_bias else None
 
 
-def _logits(
-    hidden_MD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    part: slice,
-    temperature: float,
-) -> Tensor:
-    weight_CD = weight_VD[part]
-    if hidden_MD.is_cuda and weight_VD.dtype in (torch.bfloat16, torch.float16):
-        logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
-    else:
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        before = matmul.fp32_precision
-        # Products of bfloat16 numbers are exact, and faster on some CPUs.
-        matmul.fp32_precision = "bf16" if weight_VD.dtype == torch.bfloat16 else before
-        logits_MC = hidden_MD.to(wide) @ weight_CD.to(wide).t()
-        matmul.fp32_precision = before
-    if bias_V is not None:
-        logits_MC += bias_V[part]
-    return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
+def _product(rows_MD: Tensor, weight_CD: Tensor) -> Tensor:
+    """Return rows_MD @ weight_CD.T [M, C], in float32 or wider."""
+    if rows_MD.is_cuda and weight_CD.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(rows_MD, weight_CD.t(), out_dtype=torch.float32)
+    wide = torch.promote_types(weight_CD.dtype, torch.float32)
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    # Products of bfloat16 numbers are exact, and faster on some CPUs.
+    matmul.fp32_precision = "bf16" if weight_CD.dtype == torch.bfloat16 else before
+    product_MC: Tensor = rows_MD.to(wide) @ weight_CD.to(wide).t()
+    matmul.fp32_precision = before
+    return product_MC
 
 
 class ForwardPlan(NamedTuple):
@@ -430,7 +472,6 @@ class Policy(nn.Module):
         self.plan = plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
-        self.before_pass: Callable[[], None] = lambda: None
         self.balance: BalanceLoss | None = None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
@@ -465,7 +506,6 @@ class Policy(nn.Module):
 
     def inputs(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Prepare the model for a micro-batch, and return its arguments."""
-        self.before_pass()
         # Dynamic RoPE in transformers keeps the tables of the longest text so far. Each
         # sequence must get the tables for its length.
         if self.plan.border is not None:
@@ -505,9 +545,8 @@ class Policy(nn.Module):
         parts = list[Scores]()
         if self.plan.has_plain_head:
             hidden_TD = self.states(micro)
-            head = self.model.get_output_embeddings()
-            weights = (head.weight, head.bias)
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
+            head = HeadWeights.of(self.model.get_output_embeddings(), chosen_UD)
             if num_plain:
                 use = HeadUse(
                     temperature,
@@ -515,13 +554,11 @@ class Policy(nn.Module):
                     micro.distilled,
                     self.is_compiled,
                 )
-                hidden_PD = chosen_UD[:num_plain]
-                parts.append(head_scores(hidden_PD, *weights, target_P, use))
+                plain = head.rows(slice(num_plain))
+                parts.append(head_scores(plain, target_P, use))
             if supports is not None:
-                hidden_RD = chosen_UD[num_plain:]
-                value_E = _SupportLogits.apply(  # type: ignore[no-untyped-call]
-                    hidden_RD, *weights, supports, temperature
-                )
+                cut = head.rows(slice(num_plain, None))
+                value_E = _SupportLogits.apply(*cut, supports, temperature)  # type: ignore[no-untyped-call]
         else:
             output = self.model(**self.inputs(micro), use_cache=False)
             logits_UV = output.logits[0, micro.predict_U].float() / temperature

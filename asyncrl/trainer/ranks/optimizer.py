@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -157,7 +157,6 @@ class MasterWeights:
             if parameter.requires_grad
         }
         self.hidden = hidden_matrices(model)
-        self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
             self.named: dict[str, Tensor] = dict(named)
             self._working: dict[str, nn.Parameter] = {}
@@ -178,7 +177,6 @@ class MasterWeights:
     def write_back(self) -> None:
         for name, parameter in self._working.items():
             parameter.copy_(self.named[name])
-        self.then()
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:

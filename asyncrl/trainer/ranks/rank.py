@@ -665,10 +665,6 @@ class TrainerRank(TrainedModel):
         # this one overwrites.
         self.before_change()
         self._state.wait_lent()
-        # Merged weights are not parameters: the offload would not see them, and they
-        # would keep their device memory.
-        if self.adapters is not None:
-            self.adapters.forget_merged()
 
     def _use(self, what: str, *used: ModelPart) -> None:
         """Bring the parts that `what` needs to the device, and let parts with the rule

@@ -71,7 +71,6 @@ from asyncrl.weights.export import (
 from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
 from asyncrl.weights.tensor_files import (
-    SCALE,
     SUFFIXES,
     adapted_modules,
     dtype_name,
@@ -413,10 +412,16 @@ def save_folder(
     transformers 4 or vLLM, reads it alike. `template`: a Jinja file in place of the
     folder's.
     """
+    found = {
+        name.replace(".base_layer.", "."): first
+        for name, first in ties_of(model).items()
+    }
+    # An adapter on a tied head makes two weights of one.
+    is_untied = bool(found.keys() & weights.keys())
     ties = {
         name: weights[first]
-        for name, first in ties_of(model).items()
-        if first in weights
+        for name, first in found.items()
+        if first in weights and name not in weights
     }
     # transformers may hold weights in another form than the checkpoint, for example
     # experts stacked into one tensor. Write what the base folder's readers expect.
@@ -424,7 +429,7 @@ def save_folder(
     stored = revert_weight_conversion(model, weights)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     others = carried_over(base, stored.keys() | aliases.keys(), ignored)
-    is_declared = model.config.tie_word_embeddings
+    is_declared = model.config.tie_word_embeddings and not is_untied
     if not is_declared:  # a second pair of the model may be tied
         stored |= {name: tensor.clone() for name, tensor in aliases.items()}
     with whole_folder(path) as unfinished:
@@ -520,22 +525,25 @@ def save_model(
     tell(f"loading the model that the run began with, in {dtype}")
     with loading(base):
         model = load_language_model(base, dtype=of_dtype)
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    plain = named_weights(model)
     if (lora := read_state(state).lora) is None:
-        tell(
-            f"reading {sum(4 * one.numel() for one in parameters.values()) / 1e9:.2f} GB of weights"
-        )
+        parameters = {
+            name: parameter.data for name, parameter in model.named_parameters()
+        }
+        num_bytes = 4 * sum(one.numel() for one in parameters.values())
+        tell(f"reading {num_bytes / 1e9:.2f} GB of weights")
         _read_weights(state, parameters)
     else:
         adapters = _read_adapters(state, of_dtype)
         for module in adapted_modules(adapters):
-            base_weight = parameters[f"{module}.weight"]
+            # A tied head is not in `plain`. Its embedding has no adapter.
+            base_weight = model.get_parameter(f"{module}.weight").detach()
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
-            base_weight.copy_(
-                merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank)
+            plain[f"{module}.weight"] = merge(
+                base_weight, lora_A, lora_B, lora.alpha / lora.rank
             )
     tell("writing the model")
-    weights = dict(whole_tensors(named_weights(model), of_dtype))
+    weights = dict(whole_tensors(plain, of_dtype))
     save_folder(
         model,
         weights,
@@ -562,11 +570,11 @@ def save_peft(
     with loading(base):
         names = names_in_whole_model(base)
     adapters = rename_adapters(_read_adapters(state, getattr(torch, dtype)), names)
-    scale = torch.tensor(lora.alpha / lora.rank, dtype=torch.float64)
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
         write_peft(
-            {**adapters, SCALE: scale},
+            adapters,
+            lora.alpha / lora.rank,
             unfinished,
             base_model_name_or_path=name,
             revision=revision,

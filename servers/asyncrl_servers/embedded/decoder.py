@@ -24,12 +24,14 @@ from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.models.devices import choose_device, to_device
 from asyncrl.models.loading import load_language_model, loading
+from asyncrl.models.low_rank import LowRank, find_targets, noted_calls
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
 from asyncrl.models.support import has_experts, has_states
 from asyncrl.weights.aside import give_back
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
+from asyncrl.weights.tensor_files import SUFFIXES
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
@@ -39,7 +41,7 @@ from asyncrl_servers.embedded.kv_attention import (
     in_force,
 )
 from asyncrl_servers.embedded.slot_states import Cut, Mixer
-from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
+from asyncrl_servers.engine_routes import AdapterSpec, EngineSpec, uniform_draws
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 NUM_PROBED, LONGEST_PROBED = 24, 128
@@ -103,6 +105,8 @@ class LoadedModel:
                 self.folder, dtype=self.dtype, attn_implementation="eager"
             )
             self.model = model.to(self.device).eval().requires_grad_(False)
+        self.adapters = dict[str, Tensor]()
+        """A and B of each adapted layer, by module and suffix. Zero at first."""
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         if spec.returns_routing and not routers_of(self.model):
             what = f"{type(self.model).__name__} has no routers"
@@ -120,6 +124,8 @@ class LoadedModel:
                 f"the embedded engine cannot serve {type(self.model).__name__}: {error}"
             )
             fail(what, way_out="set rollout.engine=vllm.")
+        if spec.adapters is not None:
+            self._add(spec.adapters)
         has_tokenizer = any(
             (self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config")
         )
@@ -174,6 +180,38 @@ class LoadedModel:
         for one, name, size in changed:
             setattr(one, name, size)
 
+    def _add(self, spec: AdapterSpec) -> None:
+        """Add adapters of zeros. Raises ConfigError."""
+        for name in find_targets(self.model, spec.targets, self._called):
+            linear: Any = self.model.get_submodule(name)
+            down, up = (
+                torch.zeros(shape, dtype=self.dtype, device=self.device)
+                for shape in (
+                    (spec.rank, linear.in_features),
+                    (linear.out_features, spec.rank),
+                )
+            )
+            linear.low_rank = LowRank(down, up, spec.scale)
+            # PlainDecoder reads `low_rank`; the hook is for layers that are called.
+            linear.register_forward_hook(
+                lambda layer, inputs, output: layer.low_rank.add(output, inputs[0])
+            )
+            self.adapters |= zip(
+                (name + end for end in SUFFIXES), (down, up), strict=True
+            )
+
+    @contextmanager
+    def random_adapters(self) -> Iterator[None]:
+        """Fill all adapters with random numbers for a check."""
+        generator = torch.Generator().manual_seed(0)
+        for one in self.adapters.values():
+            one.copy_(
+                torch.randn(one.shape, generator=generator) * one.shape[1] ** -0.5
+            )
+        yield
+        for one in self.adapters.values():
+            one.zero_()
+
     def _is_exact(self, spec: EmbeddedSpec) -> bool:
         """Return whether logits shall not depend on the batch. Always False on CUDA,
         which picks kernels by size.
@@ -209,7 +247,10 @@ class LoadedModel:
         ids_1T = torch.tensor([self.probe_ids], device=self.device)
         # Before set_attn_implementation: check_same_model compares our attention with
         # these.
-        with self.short_windows(spec.max_length):
+        with (
+            self.short_windows(spec.max_length),
+            noted_calls(self.model) as self._called,
+        ):
             self.reference_logits: Tensor = (
                 self.model(input_ids=ids_1T, use_cache=False).logits[0].float()
             )
@@ -330,13 +371,28 @@ class Maps(NamedTuple):
     tensors: list[tuple[Tensor, Tensor | None]]
     sizes: list[int]
     """Output sizes of the maps."""
+    low_ranks: list[LowRank | None]
+    """The adapter of each map."""
 
     def __call__(self, states_RH: Tensor) -> Sequence[Tensor]:
-        products = [functional.linear(states_RH, *one) for one in self.tensors]
-        return (
-            products
-            if len(products) > 1
-            else products[0].split_with_sizes(self.sizes, dim=1)
+        products: Sequence[Tensor] = [
+            functional.linear(states_RH, *one) for one in self.tensors
+        ]
+        if len(products) == 1:
+            products = products[0].split_with_sizes(self.sizes, dim=1)
+        return [
+            product if one is None else one.add(product, states_RH)
+            for product, one in zip(products, self.low_ranks, strict=True)
+        ]
+
+    @classmethod
+    def of(
+        cls, tensors: list[tuple[Tensor, Tensor | None]], maps: Sequence[nn.Linear]
+    ) -> Maps:
+        return cls(
+            tensors,
+            [one.out_features for one in maps],
+            [getattr(one, "low_rank", None) for one in maps],
         )
 
 
@@ -404,9 +460,7 @@ def layer_of(module: Any, join: Callable[..., Maps]) -> Layer:
 
 
 def separate(*maps: nn.Linear) -> Maps:
-    return Maps(
-        [(one.weight, one.bias) for one in maps], [one.out_features for one in maps]
-    )
+    return Maps.of([(one.weight, one.bias) for one in maps], maps)
 
 
 def norm_of(module: Any) -> Norm:

@@ -309,7 +309,9 @@ def build_engine(
     # library promises their bits.
     with loaded.short_windows(spec.max_length):
         if runner.is_exact:
-            check_determinism(runner, spec)
+            # Products with adapters must not depend on the batch either.
+            with loaded.random_adapters():
+                check_determinism(runner, spec)
         check_same_model(runner)
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
@@ -317,7 +319,9 @@ def build_engine(
     if make_reader is not None:
         reader = make_reader(loaded, spec, runner.is_exact)
     weights = Weights(loaded, spec)
-    is_fixed = is_fused and spec.moves and fix_addresses(runner, weights, spec)
+    # Initial weights under adapters come back at other addresses.
+    keeps = is_fused and spec.moves and spec.adapters is None
+    is_fixed = keeps and fix_addresses(runner, weights, spec)
     engine = Engine(spec, runner, weights, on_crash, reader, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
         runner.graphs.capture_all()

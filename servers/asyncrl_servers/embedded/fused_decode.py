@@ -106,7 +106,8 @@ def merged(*maps: nn.Linear) -> Maps:
         for part, view in zip(parts, whole.split_with_sizes(sizes), strict=True):
             part.data = view
         tensors.append(whole)
-    return Maps([(tensors[0], tensors[1] if len(tensors) > 1 else None)], sizes)
+    whole_map = tensors[0], tensors[1] if len(tensors) > 1 else None
+    return Maps.of([whole_map], maps)
 
 
 def whole_of(parts: list[Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ from asyncrl.messages.engine_api import (
     PrepareRequest,
 )
 from asyncrl.weights.aside import Aside
-from asyncrl.weights.export import merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (
@@ -38,29 +37,30 @@ from asyncrl_servers.weight_state import (
 
 
 class Weights(WeightState):
-    """Serving weights.
-
-    Invariant: `_base` holds the initial weights until a full set replaces them.
+    """Serving weights: the tensors that pushes bring, which are all weights or the
+    adapters, and with adapters the initial weights, which no push brings.
     """
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
-        self._parameters = weights_of(loaded.model)
-        self._pieces = stored_pieces(loaded.model, self._parameters)
+        self._initial = weights_of(loaded.model)
+        self._pieces = stored_pieces(loaded.model, self._initial)
+        self._parameters = self._initial
+        self._has_adapters = spec.adapters is not None
+        if self._has_adapters:
+            names = stored_names(self._pieces)
+            self._parameters = rename_adapters(loaded.adapters, names)
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
         super().__init__(self._stored_kinds.keys())
         self._device = loaded.device
         self._stays = spec.stays
         self._aside: Aside | None = None
-        """Of weights that no trainer sends."""
+        """Of initial weights that no push brings."""
         if spec.aside_dir is not None:
             self._aside = Aside(loaded.device, spec.aside_dir)
         self.num_bytes: int = sum(
             parameter.nbytes for parameter in self._parameters.values()
         )
-        self._base: dict[str, Tensor] | None = {
-            name: one.data for name, one in self._parameters.items()
-        }
         self.fixed: FixedTensors | None = None
         """Sleeps keep these addresses."""
         self._memory = TrainerMemory(loaded.device)
@@ -81,7 +81,6 @@ class Weights(WeightState):
         and RuntimeError; then nothing has moved.
         """
         self.fixed = FixedTensors(self._parameters.values(), self._device)
-        self._base = {name: one.data for name, one in self._parameters.items()}
 
     def prepare(self, request: PrepareRequest) -> Loaded:
         """Stage weights. A new group replaces a previous group that failed elsewhere."""
@@ -100,31 +99,13 @@ class Weights(WeightState):
         if request.member is not None:
             return self._received(request, request.member)
         with self._memory.opened(request) as sent:
-            if request.kind == "weights":
-                self._check_parameters(sent, request.place)
-                tensors = self._empty()
-                places = pieces_of(tensors, self._pieces)
-            else:
-                places = tensors = {
-                    name: torch.empty_like(one, device=self._device)
-                    for name, one in sent.items()
-                }
+            self._check_parameters(sent, request.place)
+            tensors = self._empty()
             # Copied, because the next export may replace the file, and overwrites the
             # trainer's memory.
+            places = pieces_of(tensors, self._pieces)
             check_arrived(request.place, _copied(sent, places), request)
-        if request.kind == "weights":
-            return tensors
-        # Adapters are defined over the initial weights, which a whole push or a sleep
-        # has dropped.
-        if self._base is None:
-            what = f"{request.path} has adapters, and the initial weights are no longer here"
-            raise Refused(
-                409, what, way_out="start the server again, or push whole weights."
-            )
-        own_names = {
-            stored: name for name, stored in stored_names(self._pieces).items()
-        }
-        return merge_adapters(rename_adapters(tensors, own_names), self._base)
+        return tensors
 
     def load(self, request: LoadChunkRequest) -> Arrived:
         with self._memory.opened(request) as tensors:
@@ -137,19 +118,10 @@ class Weights(WeightState):
     def swap(self) -> None:
         assert self.swapping is not None
         request, tensors = self.swapping[1].request, self.swapping[1].tensors
-        if request.kind != "lora":
-            self._base = None
-        # The initial weights under adapters: the next adapters are merged over them, so
-        # nothing may be written there.
-        kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
-            is_there = (
-                parameter.shape == tensors[name].shape
-                and parameter.data_ptr() not in kept
-            )
-            # The pause grows by this copy, but decode graphs stay valid. Over the
-            # initial weights the pointer moves instead, and the graphs are dropped.
-            if self.keeps_place and is_there:
+            is_there = parameter.shape == tensors[name].shape
+            # The pause grows by this copy, but decode graphs stay valid.
+            if is_there and (self.keeps_place or self._has_adapters):
                 parameter.data.copy_(tensors[name])
             else:
                 parameter.data = tensors[name]
@@ -163,11 +135,11 @@ class Weights(WeightState):
         # A prepare() or a chunk in another thread ends before the memory goes.
         with self.lock:
             if self._aside is not None:
-                self._base = None
-                moved = self._aside.send_away(self._parameters.values())
+                moved = None
+                if not self._stays:
+                    moved = self._aside.send_away(self._initial.values())
                 self.set_asleep()
-                return moved.num_bytes
-            self._base = None  # with `stays`, chunks overwrite it
+                return 0 if moved is None else moved.num_bytes
             is_awake = "weights" not in self.asleep
             self.set_asleep()
             if self.fixed is not None:
@@ -186,10 +158,11 @@ class Weights(WeightState):
         """
         with self.lock:
             if self._aside is not None:
-                moved = self._aside.bring_back()
+                moved = None if self._stays else self._aside.bring_back()
                 self.set_awake("weights")
-                self.has_content = True
-                return moved.num_bytes
+                # Adapters come with the next push.
+                self.has_content = not self._has_adapters
+                return 0 if moved is None else moved.num_bytes
             if self.fixed is not None:
                 self.fixed.memory.map()
             elif not self._stays:

@@ -35,12 +35,10 @@ class VllmSpec(EngineSpec):
     deterministic: bool = True
     """Batch-invariant kernels on CUDA."""
     seed: int = 0
-    has_adapters: bool = False
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
     returns_supports: bool = False
     """Return each token's support (rollout.top_p, top_k and min_p)."""
-    lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     fits_slots: bool = False
     """On CUDA too, the KV cache holds `slots` sequences, not the rest of the memory."""
@@ -130,10 +128,9 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
     }
-    if spec.has_adapters:
-        rank = next(
-            (most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank
-        )
+    if spec.adapters is not None:
+        needed = spec.adapters.rank
+        rank = next((most for most in LORA_RANKS if most >= needed), needed)
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     config = read_config(folder)
     if overrides := _overrides(folder, config):
@@ -236,7 +233,7 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
         "TMPDIR": str(scratch),
     }
     tempfile.tempdir = None  # read TMPDIR again
-    if spec.has_adapters:
+    if spec.adapters is not None:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if is_cpu_build():
         # "auto" would bind every server to the same first core.

@@ -331,9 +331,24 @@ def patch_adapter_products() -> None:
     PunicaWrapperCPU.token_lora_indices = property(
         lambda wrapper: wrapper._token_lora_indices[:1]
     )
-    # No adapter is on the head. vLLM has one row per request here, and dies of a prompt
-    # that wants a logprob for each of its tokens.
-    PunicaWrapperCPU.add_lora_logits = lambda *_, **__: None
+
+    def add_lora_logits(
+        wrapper: object,
+        logits_RV: torch.Tensor,
+        states_RD: torch.Tensor,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        scale: float,
+        **_: object,
+    ) -> None:
+        # vLLM expects a row per request here, and dies of a prompt that wants a logprob
+        # for each of its tokens.
+        narrow_RR = scale * (states_RD.float() @ lora_a[0, 0].float().T)
+        added_RV = narrow_RR @ lora_b[0, 0].float().T
+        # The logits are padded.
+        logits_RV[:, : added_RV.shape[1]] += added_RV.to(logits_RV.dtype)
+
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
 
 
 def patch_penalties() -> None:

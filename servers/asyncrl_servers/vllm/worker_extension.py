@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -117,8 +117,12 @@ class Loader:
         self._checked: Future[tuple[dict[str, str], Mapping[str, Tensor], Expected]] = (
             Future()
         )
-        self._adapters: list[str] = []
-        """Folders of the last two versions."""
+        self._adapter_scale: float | None = None
+        """Not None: pushes are of adapters, with this scale."""
+        self._adapter_folders: list[str] = []
+        """Of the last two versions."""
+        self._adapter: dict[str, Tensor] = {}
+        """Of a push that is not whole yet."""
         self._staged: Staged | None = None
         self._open_version: int | None = None
         self._owners: set[str] = set()
@@ -133,7 +137,8 @@ class Loader:
 
     # ---- calls of the client
 
-    def facts(self) -> dict[str, int]:
+    def facts(self, adapter_scale: float | None) -> dict[str, int]:
+        self._adapter_scale = adapter_scale
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
     def stage(self, *, is_new: bool, **fields: Any) -> dict[str, str]:
@@ -157,22 +162,28 @@ class Loader:
         then.
         """
         request, tensors = staged.request, staged.tensors
-        is_whole = request.kind == "weights"
+        is_adapter = self._adapter_scale is not None
         # Memory of the trainer is on this device already.
-        if is_whole and request.memory is None:
+        if request.memory is None and not is_adapter:
             tensors = self._pinned(tensors)
         # After the copy, so that the digest is of the bytes that will be loaded.
         arrived = digest_and_size(tensors)
         digest = check_arrived(request.place, arrived, request)
-        if is_whole:
-            return {"digest": digest}, tensors, self.parts.expected(tensors, arrived[0])
-        self._adapters.append(tempfile.mkdtemp(prefix=f"adapter-{request.version}-"))
-        write_peft(tensors, Path(self._adapters[-1]))
+        if is_adapter:
+            return {"digest": digest, **self._written(tensors)}, tensors, {}
+        return {"digest": digest}, tensors, self.parts.expected(tensors, arrived[0])
+
+    def _written(self, adapter: Mapping[str, Tensor]) -> dict[str, str]:
+        """Write a peft folder."""
+        assert self._adapter_scale is not None, "pushes are of adapters"
+        self._adapter_folders.append(tempfile.mkdtemp(prefix="adapter-"))
+        folder = self._adapter_folders[-1]
+        write_peft(adapter, self._adapter_scale, Path(folder))
         # Two stay: the serving version and the staged version.
-        for old in self._adapters[:-2]:
+        for old in self._adapter_folders[:-2]:
             shutil.rmtree(old)
-        del self._adapters[:-2]
-        return {"digest": digest, "folder": self._adapters[-1]}, tensors, {}
+        del self._adapter_folders[:-2]
+        return {"folder": folder}
 
     def _pinned(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy the tensors to host memory that later pushes use again. A device reads
@@ -209,7 +220,7 @@ class Loader:
         self._begin(version)
         self._expected = expected
         with self._changing():
-            self.add(tensors.items())
+            self._load(tensors)
             self._finish()
         # Loaded once. `_checked` holds the tensors, and so the file, until the next stage.
         self._staged = None
@@ -237,12 +248,11 @@ class Loader:
         # Only now: a corrupt first chunk does not touch the model.
         if request.index == 0:
             self._begin(request.version)
-        self._expected |= self.parts.expected(tensors, digests)
         with self._changing():
-            self.add(tensors.items())
+            self.add(tensors, digests)
         return {"digest": digest}
 
-    def finish_chunks(self, version: int, digest: str) -> None:
+    def finish_chunks(self, version: int, digest: str) -> dict[str, str]:
         """Close the update, which must be the whole push. Raises Refused."""
         if self._open_version != version:
             rule = "chunk 0 opens an update"
@@ -254,9 +264,9 @@ class Loader:
             )
         with self._changing():
             self._push.take(version, digest)
-            self._finish()
+            return self._finish()
 
-    def receive(self, **fields: Any) -> None:
+    def receive(self, **fields: Any) -> dict[str, str]:
         """Receive a broadcast and load it. Raises Refused or GroupBroken."""
         request = PrepareRequest(**fields)
         member = request.member
@@ -278,14 +288,13 @@ class Loader:
 
         def take(sent: dict[str, Tensor]) -> Arrived:
             arrived = digest_and_size(sent)
-            self._expected |= self.parts.expected(sent, arrived[0])
-            self.add(sent.items())
+            self.add(sent, arrived[0])
             return arrived
 
         self._begin(request.version)
         with self._changing():
             take_announced(self._group.receive(), request, "the broadcast", take)
-            self._finish()
+            return self._finish()
 
     def check_adapter(self, version: int) -> None:
         """Raise Refused if vLLM ignores layers of the loaded adapter, as it does
@@ -308,6 +317,9 @@ class Loader:
             self._close()
         self._open_version = version
         self._expected = {}
+        self._adapter = {}
+        if self._adapter_scale is not None:
+            return  # vLLM itself swaps adapters
         # A tied parameter is listed once. Layers without parameters compute their
         # buffers.
         self._owners = {
@@ -328,15 +340,26 @@ class Loader:
             for parameter in self._uncounted().values():
                 parameter.fill_(torch.nan)
 
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with self._loading(), DirectCopies(self.model):
-            self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
+    def add(self, tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
+        """Take a part of the open update, in memory that may be overwritten later."""
+        if self._adapter_scale is not None:
+            self._adapter |= {name: one.clone() for name, one in tensors.items()}
+            return
+        self._expected |= self.parts.expected(tensors, digests)
+        self._load(tensors)
 
-    def _finish(self) -> None:
-        """Raise Refused if a parameter is incomplete, or holds other bytes than were
-        sent.
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        with self._loading(), DirectCopies(self.model):
+            self.model.load_weights(iter(tensors.items()))  # type: ignore[operator]  # every vLLM model defines it
+
+    def _finish(self) -> dict[str, str]:
+        """Return the folder of adapters. Raise Refused if a parameter is incomplete, or
+        holds other bytes than were sent.
         """
         version = self._open_version
+        if self._adapter_scale is not None:
+            self._close()
+            return self._written(self._adapter)
         rule = "the weights of this server are of no version until a load succeeds"
         way_out = "load a whole set again, or restart it."
         # vLLM's load_weights does not object to missing tensors.
@@ -349,6 +372,7 @@ class Loader:
             what = f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} "
             what += f"as they were sent: {wrong[:5]}"
             raise Refused(409, what, rule=rule, way_out=way_out)
+        return {}
 
     def _uncounted(self) -> dict[str, nn.Parameter]:
         """Return parameters that vLLM loads in place, without counting elements."""
@@ -400,6 +424,8 @@ class Loader:
     def _close(self) -> None:
         """Restore the computing form, complete or not."""
         self._open_version = None
+        if self._adapter_scale is not None:
+            return
         with self._loading():
             # Also for an incomplete update: a layer without tensors would end the
             # engine at the next request.
