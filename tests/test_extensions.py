@@ -121,8 +121,8 @@ print(json.dumps({
     "read": [used.pagers.tries, used.generator.called, inner.harnesses[0].pager],
     "given": load("generator.pager=n5", "generator.volume=4").generator.given("pager", "volume"),
     "none": load("generator.pager=none", "pagers=none") == plain,
-    "free": [[key, _is_free(key, values, used)] for key, values in changed_keys(
-        plain, load("generator.volume=9", "pagers={number: 2}")).items()],
+    "free": [[key, _is_free(key, used)] for key in changed_keys(
+        plain, load("generator.volume=9", "pagers={number: 2}"))],
     "refused": [load(*words.split()) for words in (
         "generator.pager=n5 generator.python=a:b", "pagers.number=0", "pagers.number=4",
         "pagers.numbre=4", "generator.volume=true", "generator.pagr=5")],

@@ -235,7 +235,7 @@ NOT_FOLLOWED = {
     "launch/plan.py": "a model of experts",
     "extensions/sft/demonstrations.py": "test_sft_data.py",
     "trainer/model/build_model.py": "the trainer's device",
-    "trainer/model/lora.py": "a model without linear layers",
+    "models/low_rank.py": "a model without linear layers",
     "trainer/model/model_folder.py": "a quantised model",
 }
 """Files whose ways out no line above follows, with what they need."""

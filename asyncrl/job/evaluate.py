@@ -53,7 +53,9 @@ def evaluate(
             exported = export_run(target, weights, step=step or "last")
             own = {"path": str(weights), "scratch": None}
             model = config.model.model_copy(update=own)
-            config = config.model_copy(update={"model": model})
+            # The exported weights have the adapters.
+            trainer = config.trainer.model_copy(update={"lora": None})
+            config = config.model_copy(update={"model": model, "trainer": trainer})
             return _evaluate(config, target.resolve().name, exported["policy_version"])
     if step is not None:
         raise ConfigError(

@@ -23,7 +23,7 @@ from asyncrl.trainer.loss.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.loss.step_metrics import GAP_WARNING
 from asyncrl.trainer.loss.supports import Entries
 from asyncrl.trainer.model.compiled import missing_for_compiling
-from asyncrl.trainer.model.policy import HeadUse, head_scores
+from asyncrl.trainer.model.policy import HeadUse, HeadWeights, head_scores
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.ranks.ranks import ONE_RANK
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_spec
@@ -202,7 +202,7 @@ def _head_on(
     row_E = torch.arange(len(target_M), device=device)
     entries = Entries(row_E, id_E.to(device), id_E.numpy().astype(np.int32))
     use = HeadUse(0.8, entries=entries, is_compiled=is_compiled)
-    scores = head_scores(hidden_MD, weight_VD, None, target_M, use)
+    scores = head_scores(HeadWeights(hidden_MD, weight_VD, None), target_M, use)
     assert scores.entry_E is not None
     torch.autograd.backward([scores.logprob_M, scores.entry_E], [grad_M, grad_M])
     assert hidden_MD.grad is not None

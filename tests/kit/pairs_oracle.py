@@ -173,7 +173,7 @@ def saved_models(run: Run) -> Iterator[tuple[int, Any]]:
         linear = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name != "lm_head"
+            if isinstance(module, torch.nn.Linear) and is_target(name, lora["targets"])
         ]
         shape = {"r": lora["rank"], "lora_alpha": lora["alpha"]}
         adapters = peft.LoraConfig(**shape, target_modules=linear)
@@ -189,6 +189,12 @@ def saved_models(run: Run) -> Iterator[tuple[int, Any]]:
         if saved.exists():
             load(trained, checkpoint_id=saved)
             yield version, copy.deepcopy(model).to(dtype)
+
+
+def is_target(name: str, targets: list[str] | str) -> bool:
+    if targets == "all-linear":
+        return name != "lm_head"
+    return name.rpartition(".")[2] in targets
 
 
 def logprobs_of(
