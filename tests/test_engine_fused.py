@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.engine_api import CommitRequest, WakeRequest
 from asyncrl_servers.embedded import fixed_memory, fused_decode
+from asyncrl_servers.embedded.decoder import Layer, LoadedModel, layer_of, layer_step
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.fused_decode import (
     FusedSteps,
@@ -283,6 +284,35 @@ def test_fused_steps_use_adapters_over_the_initial_weights(
             )
             after(one, one.commit(commit))
         check_same(answers(engine), answers(plain))
+
+
+@pytest.mark.parametrize("adapters_of_run", [None, {"rank": 4, "scale": SCALE}])
+def test_one_trace_serves_all_layers(
+    folder: Path, adapters_of_run: dict[str, Any] | None
+) -> None:
+    loaded = LoadedModel(make_spec(folder, adapters=adapters_of_run))
+    layers = [layer_of(one, fused_decode.merged) for one in loaded.model.model.layers]
+    traces = list[Any]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        traces.append(graph)
+        return graph.forward
+
+    width, head_dim = loaded.model.config.hidden_size, layers[0].head_dim
+    states_RH = torch.randn(8, width)
+    rotation = [torch.ones(8, 1, head_dim), torch.zeros(8, 1, head_dim)]
+
+    def step(layer: Layer) -> tuple[Tensor, Tensor]:
+        return layer_step(
+            states_RH, torch.zeros_like(states_RH), layer, rotation, lambda q, *_: q
+        )
+
+    traced = torch.compile(step, fullgraph=True, backend=backend)
+    with torch.inference_mode():
+        for layer in layers:
+            for found, expected in zip(traced(layer), step(layer), strict=True):
+                assert torch.equal(found, expected)
+    assert len(traces) == 1
 
 
 def test_without_fixed_addresses_sleeps_drop_the_graphs(
