@@ -59,7 +59,7 @@ from asyncrl.agents.endpoint.sessions import (
 )
 from asyncrl.agents.endpoint.sub_agents import Agent, agent_of
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
-from asyncrl.base.errors import ComponentError, ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import within
 from asyncrl.config import GatewayConfig
@@ -114,14 +114,8 @@ class Gateway:
         """`on_broken` ends the run."""
         self._config = config
         self.sessions = Sessions[GatewaySession](config)
-        self._broken: ComponentError | None = None
-
-        def broke(error: ComponentError) -> None:
-            self._broken = error
-            on_broken(error)
-
         self._route = EngineRoute(
-            self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke
+            self.sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken
         )
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
@@ -356,9 +350,11 @@ class Gateway:
         )
 
     async def _health(self, request: Request) -> Response:
-        if self._broken is None:
+        if self.sessions.run_end is None:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": f"the run is ending: {self._broken.what}"}, 503)
+        return JSONResponse(
+            {"status": f"the run is ending: {self.sessions.run_end}"}, 503
+        )
 
 
 def is_connected(request: Request) -> bool:
