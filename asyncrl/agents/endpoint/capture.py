@@ -245,7 +245,7 @@ class Capture:
             forms = answer_forms(message, said, self.thinking)
             keys = [match.chain.key_with(form) for form in forms]
             of_chat = {
-                "num_messages": match.num_messages + 1,
+                "num_messages": len(match.chain.forms) + 1,
                 "key": keys[0],
                 "text": match.whole and match.whole.then(text),
                 "deviations": match.deviations,
