@@ -196,11 +196,6 @@ class TaskScorer:
             self._processes = ProcessPool(config, seed)
 
     @property
-    def has_own_limits(self) -> bool:
-        """Its requests queue for a server, which is not time of the rollout."""
-        return self.asked is not None
-
-    @property
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
