@@ -252,18 +252,11 @@ class Tokens:
         end = length if end is None else max(start, min(end, length))
         if (start, end) == (0, length):
             return self
-        bounds = [(0, start), (start, end), (end, length)]
-        return self._cut(bounds, range(1, 2))[0]
+        return self.split([start, end - start, length - end])[1]
 
     def split(self, sizes: Sequence[int]) -> list[Tokens]:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
         bounds = bounds_of(sizes, len(self.ids))
-        return self._cut(bounds, range(len(bounds)))
-
-    def _cut(
-        self, bounds: Sequence[tuple[int, int]], parts: Iterable[int]
-    ) -> list[Tokens]:
-        """Return some of the parts between the bounds."""
         spans = split_spans(self.spans, bounds)
         calls = split_spans(self.calls, bounds)
         columns = {
@@ -271,12 +264,12 @@ class Tokens:
         }
         return [
             Tokens(
-                self.ids[slice(*bounds[part])],
+                self.ids[start:end],
                 tuple(spans[part]),
                 {name: values[part] for name, values in columns.items()},
                 tuple(calls[part]),
             )
-            for part in parts
+            for part, (start, end) in enumerate(bounds)
         ]
 
     def copy(self) -> Tokens:
