@@ -330,10 +330,11 @@ class Gateway:
             if not is_connected(request):
                 raise client_gone()
             session.record_nowait(call, writer.continues)
-        finally:
+        except BaseException:
             # A cancelled call gives back its number, so that its repetition has the
             # same seed.
             session.withdraw_nowait(call)
+            raise
         return rest, asked.stream
 
     async def _count(self, request: Request) -> Response:

@@ -7,7 +7,7 @@ import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -156,7 +156,7 @@ class OpenSession:
     """
 
     sessions: Sessions[Any]
-    capture: Capture
+    capture: Capture = field(init=False)
     rollout_id: str
     _: KW_ONLY
     prompt_id: str
