@@ -14,7 +14,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, cast
@@ -170,29 +170,23 @@ class UnreadableAnswer(UserCodeFailed):
     """A library's error on the model's answer, which earns 0."""
 
 
-class user_code:  # noqa: N801  used like contextlib.suppress
+@contextlib.contextmanager
+def user_code(*passed: type[BaseException]) -> Iterator[None]:
     """Turn every exception of user code into UserCodeFailed, except those in `passed`.
     A child that it forked ends here: it must not continue the run.
     """
-
-    def __init__(self, *passed: type[BaseException]) -> None:
-        self._passed = passed
-
-    def __enter__(self) -> None:
-        self._process = os.getpid()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: object,
-    ) -> None:
-        if os.getpid() != self._process:
+    process = os.getpid()
+    try:
+        yield
+    # Any exception: a sampled program may raise KeyboardInterrupt.
+    except BaseException as error:
+        if isinstance(error, (UserCodeFailed, *passed)):
+            raise
+        failure = kind_of_error(error, FailureKind.REWARD_CRASH)
+        raise UserCodeFailed(raised(error), failure) from error
+    finally:
+        if os.getpid() != process:
             os._exit(0)
-        # Any exception: a sampled program may raise KeyboardInterrupt.
-        if error is not None and not isinstance(error, (UserCodeFailed, *self._passed)):
-            failure = kind_of_error(error, FailureKind.REWARD_CRASH)
-            raise UserCodeFailed(raised(error), failure) from error
 
 
 def optional(
