@@ -117,10 +117,6 @@ class Capture:
         self._last_forms: Sequence[int] = ()
 
     @property
-    def num_completions(self) -> int:
-        return len(self._nodes)
-
-    @property
     def agents(self) -> dict[str, str]:
         """Return the agent of each completion, by name."""
         return {name: node.call.agent for name, node in self._nodes.items()}

@@ -627,6 +627,7 @@ class AppServer:
         config.load()
         config.timeout_keep_alive = idle_s  # type: ignore[assignment]
         self._state = ServerState()
+        self.connections: Collection[Any] = self._state.connections
         self._make = partial(
             Connection,
             max_connections,
@@ -635,10 +636,6 @@ class AppServer:
             app_state={},
         )
         self._server: asyncio.Server | None = None
-
-    @property
-    def connections(self) -> Collection[object]:
-        return self._state.connections
 
     async def listen(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -652,7 +649,7 @@ class AppServer:
         """Close busy connections within CLOSE_S, others immediately. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for connection in list(self._state.connections):
+        for connection in list(self.connections):
             connection.shutdown()
         # The gateway has ended its sessions before. So its open answers are mostly
         # errors by now, which clients should still read.
@@ -660,5 +657,5 @@ class AppServer:
             _, late = await asyncio.wait(set(self._state.tasks), timeout=CLOSE_S)
             for task in late:
                 task.cancel()
-        for connection in list(self._state.connections):
+        for connection in list(self.connections):
             connection.transport.abort()
