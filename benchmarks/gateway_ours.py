@@ -56,7 +56,7 @@ class Turnover:
         asked = await request.json()
         for key in asked["end"]:
             session = self._sessions.pop(key)
-            if session.capture.num_completions:
+            if session.num_completions:
                 session.rollout(0, Outcome(reward=1.0), 1.0)
             session.end_nowait("the load ended it")
         return JSONResponse([self._open() for _ in range(asked["open"])])

@@ -408,7 +408,7 @@ async def test_answer_after_the_end_is_not_recorded() -> None:
         )
         world.session.end_nowait("its harness has finished")
         assert (await asking)[0] == 410
-        assert world.session.capture.num_completions == 0
+        assert world.session.num_completions == 0
 
 
 @in_loop

@@ -229,3 +229,17 @@ def test_a_copy_holds_no_other_arrays() -> None:
     assert chosen.lists() == [[], [2, 3], []]
     held = [part.ids, part.columns[BEHAVIOUR], *chosen]
     assert all(array.base is None for array in held)
+
+
+def test_columns_of_a_client_end_with_its_answer() -> None:
+    """Neither the journal nor a batch has them."""
+    capture = Capture(CharRenderer())
+    columns = {TOP_IDS: Ragged.of([[], [], [7]], "<i4")}
+    spans = (VersionSpan(2, 3, 0),)
+    answer = Completion(
+        Tokens(np.array([1, 2, 7], np.int32), spans, columns), 2, "stop"
+    )
+    message = {"role": "assistant", "content": ""}
+    capture.record(capture.plan([1, 2]), answer, message, "turn-0")
+    (branch,) = capture.rollout(0, Outcome(reward=1.0), 1.0)
+    assert TOP_IDS not in branch.tokens.columns

@@ -176,7 +176,7 @@ class CommandHarness:
                 )
                 session = replace(session, base_url=inner_url)
                 fds.append(channel)
-                command = self.sandbox.around(command, folder, channel)
+                command = self.sandbox(command, folder, channel)
                 environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
             environment |= endpoint_env(session) | {MARK_ENV: self.token}
             environment |= without_proxy(environment, session.base_url)

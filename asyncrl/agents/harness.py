@@ -89,6 +89,17 @@ class Task(AnyTask):
     answer: Any = field(default=None, repr=False, kw_only=True)
 
 
+def make_http_client() -> AsyncClient:
+    """Return the shared httpx client of a worker."""
+    import httpx
+    from openai import DefaultAsyncHttpxClient
+
+    # All rollouts of a worker share this client. In a pool with a limit, long calls of
+    # some rollouts would hold up the calls of others.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    return DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI
@@ -102,7 +113,7 @@ class Session:
     api_key: str
     model: str
     outcome_key: str | None = None
-    http_client: Callable[[], AsyncClient | None] = lambda: None
+    http_client: Callable[[], AsyncClient] = make_http_client
     agent: str = ""
 
     def child(self, role: str) -> Session:
@@ -139,20 +150,9 @@ class Session:
             api_key=self.api_key,
             max_retries=MAX_RETRIES,
             timeout=None,
-            http_client=self.http_client() or make_http_client(),
+            http_client=self.http_client(),
             default_headers=self.headers,
         )
-
-
-def make_http_client() -> AsyncClient:
-    """Return the shared httpx client of a worker."""
-    import httpx
-    from openai import DefaultAsyncHttpxClient
-
-    # All rollouts of a worker share this client. In a pool with a limit, long calls of
-    # some rollouts would hold up the calls of others.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    return DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
 
 
 def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:

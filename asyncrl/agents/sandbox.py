@@ -12,8 +12,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -45,35 +45,31 @@ os.execvp(command[0], command)
 """
 
 
-@dataclass(frozen=True)
-class Sandbox:
-    """`max_bytes` limits memory per process (0: no limit)."""
-
-    paths: tuple[str, ...]
-    max_bytes: int
-
-    def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
-        """`folder` contains `work`, `tmp` and `shm`; file descriptor `channel` gets the
-        socket.
-        """
-        binds = {
-            HOME: folder / "work",
-            "/tmp": folder / "tmp",
-            "/dev/shm": folder / "shm",
-        }
-        shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
-        # Isolated: modules in the command's folder must not replace the imports of this
-        # program.
-        first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
-        numbers = [str(channel), str(PORT), str(self.max_bytes)]
-        return [
-            "bwrap",
-            *bubblewrap_options(binds, shown, HOME),
-            "--",
-            *first,
-            *numbers,
-            *command,
-        ]
+def _around(
+    paths: Sequence[str],
+    max_bytes: int,
+    command: Sequence[str],
+    folder: Path,
+    channel: int,
+) -> list[str]:
+    binds = {
+        HOME: folder / "work",
+        "/tmp": folder / "tmp",
+        "/dev/shm": folder / "shm",
+    }
+    shown = {path: path for path in (sys.base_prefix, sys.prefix, *paths)}
+    # Isolated: modules in the command's folder must not replace the imports of this
+    # program.
+    first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
+    numbers = [str(channel), str(PORT), str(max_bytes)]
+    return [
+        "bwrap",
+        *bubblewrap_options(binds, shown, HOME),
+        "--",
+        *first,
+        *numbers,
+        *command,
+    ]
 
 
 def bubblewrap_options(
@@ -110,12 +106,19 @@ def bubblewrap_options(
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
-def make_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
+def make_sandbox(
+    config: GeneratorConfig, command: Sequence[str]
+) -> Callable[[Sequence[str], Path, int], list[str]] | None:
+    """Return a function that puts a sandbox around a command, given its folder with
+    `work`, `tmp` and `shm`, and the file descriptor that gets the socket. None: no
+    sandbox.
+    """
     if config.sandbox == "none":
         return None
     paths = [str(Path(path).absolute()) for path in config.sandbox_paths]
     paths += [part for part in command if part.startswith("/") and is_file(part)]
-    return Sandbox(tuple(dict.fromkeys(paths)), (config.max_memory_mb or 0) * 2**20)
+    max_bytes = (config.max_memory_mb or 0) * 2**20  # per process; 0: no limit
+    return partial(_around, paths, max_bytes)
 
 
 @contextlib.asynccontextmanager

@@ -50,10 +50,6 @@ class QueuedItem:
     worker: WorkerRecord | None = None
     posted: Outcome = field(default_factory=Outcome)
 
-    @property
-    def item_id(self) -> str:
-        return self.item.item_id
-
     def post(self, outcome: Outcome) -> None:
         if self.posted not in (Outcome(), outcome):
             log.warning(
@@ -138,7 +134,7 @@ class RolloutQueue:
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         item = QueuedItem(self._make_item(work), started, self._loop.create_future())
-        self._queue[item.item_id] = item
+        self._queue[item.item.item_id] = item
         is_posted = self.harnesses[work.harness].outcomes == "posted"
         if is_posted and item.item.outcome_key is not None:
             self._takers[item.item.outcome_key] = item.post
@@ -263,7 +259,7 @@ class RolloutQueue:
                 # Held from here on, although the answer may be lost on its way: then
                 # the next take does not list it, and it returns to the queue.
                 item.worker = worker
-                worker.held[item.item_id] = item
+                worker.held[item.item.item_id] = item
                 item.started()
                 items.append(item.item)
             if items:
@@ -376,9 +372,9 @@ class RolloutQueue:
         self, item: QueuedItem, result: Outcome | RolloutFailure | None = None
     ) -> None:
         """Forget an item; `result`, if given, ends its run(). Idempotent."""
-        self._queue.pop(item.item_id, None)
+        self._queue.pop(item.item.item_id, None)
         if item.worker is not None:
-            item.worker.held.pop(item.item_id, None)
+            item.worker.held.pop(item.item.item_id, None)
         self._takers.pop(item.item.outcome_key or "", None)
         if result is not None and not item.done.done():
             item.done.set_result(result)

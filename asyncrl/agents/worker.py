@@ -20,9 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, Field
@@ -64,9 +64,6 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
 from asyncrl.messages.records import Outcome
-
-if TYPE_CHECKING:
-    from httpx import AsyncClient
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -135,7 +132,7 @@ class Worker:
         self._identity = {"worker": settings.name, "instance": secrets.token_hex(8)}
         self._freed = Signal()
         self._numbers = itertools.count()
-        self._http: AsyncClient | None = None
+        self._http_client = cache(make_http_client)
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
         self._clock = asyncio.get_running_loop().time
 
@@ -186,8 +183,8 @@ class Worker:
                 await self._caller.post(
                     "/work/take", leaving, wire.TakeAnswer, timeout_s=GOODBYE_TIMEOUT_S
                 )
-            if self._http is not None:
-                await self._http.aclose()
+            if self._http_client.cache_info().currsize:
+                await self._http_client().aclose()
 
     async def _wait_room(self) -> None:
         """Wait until the machine has memory and disk for another rollout."""
@@ -246,10 +243,6 @@ class Worker:
         finally:
             del self.running[item.item_id]
             self._freed.notify()
-
-    def _http_client(self) -> AsyncClient:
-        self._http = self._http or make_http_client()
-        return self._http
 
     async def _send_heartbeats(self) -> None:
         while True:

@@ -9,6 +9,7 @@ reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, chain, pairwise
@@ -63,7 +64,6 @@ class Column:
     covers: Literal["sampled", "all"] = "sampled"
     fill: float | None = 0
     in_journal: bool = True
-    in_batch: bool = True
 
     def filled(self, num_tokens: int, width: int = 0) -> Values:
         if self.shape == "any":
@@ -115,18 +115,14 @@ COLUMNS = {
         Column(ROUTING, "<u2", shape="several", covers="all", fill=NO_EXPERT),
         # A client that asked for them has read them with its answer. Nothing trains on
         # them, so neither the journal nor a batch pays for them.
-        Column(TOP_IDS, "<i4", shape="any", in_journal=False, in_batch=False),
-        Column(TOP_LOGPROBS, "<f4", shape="any", in_journal=False, in_batch=False),
+        Column(TOP_IDS, "<i4", shape="any", in_journal=False),
+        Column(TOP_LOGPROBS, "<f4", shape="any", in_journal=False),
     )
 }
 
 
 def in_journal(column: Column) -> bool:
     return column.in_journal
-
-
-def in_batch(column: Column) -> bool:
-    return column.in_batch
 
 
 # Never changed, so versions and the like may be cached. Frozen, it would take 3 times
@@ -256,18 +252,11 @@ class Tokens:
         end = length if end is None else max(start, min(end, length))
         if (start, end) == (0, length):
             return self
-        bounds = [(0, start), (start, end), (end, length)]
-        return self._cut(bounds, range(1, 2))[0]
+        return self.split([start, end - start, length - end])[1]
 
     def split(self, sizes: Sequence[int]) -> list[Tokens]:
         """Return parts of these sizes. Raises ValueError if they are not all tokens."""
         bounds = bounds_of(sizes, len(self.ids))
-        return self._cut(bounds, range(len(bounds)))
-
-    def _cut(
-        self, bounds: Sequence[tuple[int, int]], parts: Iterable[int]
-    ) -> list[Tokens]:
-        """Return some of the parts between the bounds."""
         spans = split_spans(self.spans, bounds)
         calls = split_spans(self.calls, bounds)
         columns = {
@@ -275,22 +264,17 @@ class Tokens:
         }
         return [
             Tokens(
-                self.ids[slice(*bounds[part])],
+                self.ids[start:end],
                 tuple(spans[part]),
                 {name: values[part] for name, values in columns.items()},
                 tuple(calls[part]),
             )
-            for part in parts
+            for part, (start, end) in enumerate(bounds)
         ]
 
     def copy(self) -> Tokens:
         """Return the tokens with arrays of their own. A slice holds those of the whole."""
-        columns = {
-            name: Ragged(values.values.copy(), values.sizes.copy())
-            if isinstance(values, Ragged)
-            else values.copy()
-            for name, values in self.columns.items()
-        }
+        columns = deepcopy(self.columns)
         return Tokens(self.ids.copy(), self.spans, columns, self.calls)
 
     @staticmethod

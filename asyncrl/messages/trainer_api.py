@@ -20,7 +20,7 @@ from asyncrl.messages.engine_api import (
     WeightsBody,
 )
 from asyncrl.messages.records import CallSpan, Credit, RewardPart
-from asyncrl.messages.tokens import Tokens, in_batch
+from asyncrl.messages.tokens import Tokens
 
 
 class BroadcastRequest(Message):
@@ -158,7 +158,6 @@ def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
     """Return a safetensors blob with the header and the calls as JSON in its first
     array.
     """
-    tokens = tokens.kept(in_batch)
     # One grammar may hold for thousands of spans, and has up to 256 KiB.
     number_of = dict[str, int]()
     spans = list[tuple[int, int, int]]()

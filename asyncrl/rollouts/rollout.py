@@ -751,7 +751,8 @@ async def score_completion(
     groups.
     """
     if not scorer.scores_groups:
-        if scorer.has_own_limits:
+        # Its requests queue for a server, which is not time of the rollout.
+        if scorer.asked is not None:
             attempt.clock.hold()
         try:
             reward = await scorer.score(attempt.prompt, completion)

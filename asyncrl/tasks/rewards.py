@@ -14,7 +14,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, cast
@@ -53,19 +53,19 @@ prompt and the Completions of a group; runs in any thread or process.
 
 
 def reward_function(config: TaskConfig) -> RewardFunction:
-    if config.scored_by is not None:
-        return _only_in_a_run
     if isinstance(config.reward, list):
         return _several(config.reward)
-    return _function(config.functions)
+    if isinstance(config.reward, str):
+        return _function(config.reward)
+    # The harness or a model gives the reward.
+    return _no_function
 
 
-def _function(names: Sequence[str]) -> RewardFunction:
-    """Return the function of this name; without one, a function that raises."""
+def _function(name: str) -> RewardFunction:
     function: RewardFunction = math_reward
-    if names and names[0] != "math":
-        said = f"task.reward={names[0]}"
-        function = load_object(names[0], "task.reward")
+    if name != "math":
+        said = f"task.reward={name}"
+        function = load_object(name, "task.reward")
         if takes_group(function):
             return _group_function(function, said)
         usage = "reward(prompt, completion, answer)"
@@ -78,8 +78,6 @@ def _function(names: Sequence[str]) -> RewardFunction:
         )
 
     def score(prompt: Prompt, completion: str) -> object:
-        if not names:
-            raise no_reward(prompt)
         return function(prompt, completion, prompt.answer)
 
     def score_sampled(
@@ -92,7 +90,7 @@ def _function(names: Sequence[str]) -> RewardFunction:
 
 def _several(names: Sequence[str]) -> RewardFunction:
     """Return a function whose parts are the rewards of the named ones."""
-    functions = {part_name(name): _function([name]) for name in names}
+    functions = {part_name(name): _function(name) for name in names}
     if any(map(takes_group, functions.values())):
         raise ConfigError(
             f"task.reward={list(names)} has a function that takes the completions of a group",
@@ -126,8 +124,8 @@ async def _joined(results: Mapping[str, object]) -> Mapping[str, object]:
                 one.close()
 
 
-def _only_in_a_run(prompt: Prompt, completion: str) -> Reward:
-    raise UserCodeFailed("comes from a model, which only a run asks")
+def _no_function(prompt: Prompt, completion: str) -> Reward:
+    raise no_reward(prompt)
 
 
 def _group_function(function: RewardFunction, said: str) -> RewardFunction:
@@ -172,29 +170,23 @@ class UnreadableAnswer(UserCodeFailed):
     """A library's error on the model's answer, which earns 0."""
 
 
-class user_code:  # noqa: N801  used like contextlib.suppress
+@contextlib.contextmanager
+def user_code(*passed: type[BaseException]) -> Iterator[None]:
     """Turn every exception of user code into UserCodeFailed, except those in `passed`.
     A child that it forked ends here: it must not continue the run.
     """
-
-    def __init__(self, *passed: type[BaseException]) -> None:
-        self._passed = passed
-
-    def __enter__(self) -> None:
-        self._process = os.getpid()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: object,
-    ) -> None:
-        if os.getpid() != self._process:
+    process = os.getpid()
+    try:
+        yield
+    # Any exception: a sampled program may raise KeyboardInterrupt.
+    except BaseException as error:
+        if isinstance(error, (UserCodeFailed, *passed)):
+            raise
+        failure = kind_of_error(error, FailureKind.REWARD_CRASH)
+        raise UserCodeFailed(raised(error), failure) from error
+    finally:
+        if os.getpid() != process:
             os._exit(0)
-        # Any exception: a sampled program may raise KeyboardInterrupt.
-        if error is not None and not isinstance(error, (UserCodeFailed, *self._passed)):
-            failure = kind_of_error(error, FailureKind.REWARD_CRASH)
-            raise UserCodeFailed(raised(error), failure) from error
 
 
 def optional(

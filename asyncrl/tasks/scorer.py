@@ -196,11 +196,6 @@ class TaskScorer:
             self._processes = ProcessPool(config, seed)
 
     @property
-    def has_own_limits(self) -> bool:
-        """Its requests queue for a server, which is not time of the rollout."""
-        return self.asked is not None
-
-    @property
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
@@ -378,20 +373,18 @@ class ProcessPool:
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
-        self._config = config
-        self._seed = seed
-        self._pool = self._make()
-
-    def _make(self) -> Any:
         from pebble import ProcessPool as PebblePool
 
-        return PebblePool(
-            max_workers=self._config.reward_workers,
+        self._config = config
+        self._make = partial(
+            PebblePool,
+            max_workers=config.reward_workers,
             initializer=_start,
-            initargs=(self._config, self._seed),
+            initargs=(config, seed),
             # A fork would copy locks that other threads of the controller hold.
             context=_PoolContext(),
         )
+        self._pool: Any = self._make()
 
     async def run(
         self, prompt: Prompt, given: str | Completions, sampled: Completion

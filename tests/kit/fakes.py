@@ -142,7 +142,8 @@ class FakeScorer:
         self._reward, self.latency_s = reward, latency_s
 
     has_score = shows_special = True
-    scores_groups = has_own_limits = is_library = False
+    scores_groups = is_library = False
+    asked = None
     weights: Mapping[str, float] = {}
 
     def of(self, prompt: Prompt) -> FakeScorer:

@@ -49,7 +49,7 @@ class FakeHost:
     has_score = shows_special = True
     scores_groups = is_library = False
     weights: dict[str, float] = {}
-    has_own_limits = False
+    asked = None
     num_spent = num_calls = 1
     untrained: tuple[tuple[str, str], ...] = ()
 

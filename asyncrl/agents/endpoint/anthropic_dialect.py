@@ -206,12 +206,6 @@ def _function(tool: _ToolBlock) -> Mapping[str, object]:
 SIGNATURE = "asyncrl"
 """Some clients drop thoughts without a signature."""
 PING = {"type": "ping"}
-_OPENED: Mapping[Part, dict[str, str]] = {
-    "thought": {"signature": ""},
-    "text": {},
-    "call": {},
-}
-"""Fields that differ in a block that begins."""
 _DELTAS: Mapping[Part, tuple[str, str]] = {
     "thought": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -245,7 +239,7 @@ class MessageWriter(Writer):
                 yield _event(
                     "start",
                     index,
-                    content_block=_block(block, text) | _OPENED[block.part],
+                    content_block=_block(block, text, signature=""),
                 )
             elif step == "delta":
                 kind, name = _DELTAS[block.part]
@@ -280,9 +274,9 @@ def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
     return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _block(block: Block, text: str) -> dict[str, object]:
+def _block(block: Block, text: str, signature: str = SIGNATURE) -> dict[str, object]:
     if block.part == "thought":
-        return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
+        return {"type": "thinking", "thinking": text, "signature": signature}
     if block.part == "text":
         return {"type": "text", "text": text}
     # A block that begins has no arguments yet. Clients expect an object, and the deltas

@@ -66,7 +66,6 @@ class GatewayCall:
     key: bytes
     """Equal for equal calls of an agent."""
     is_sampled: bool = False
-    is_delivered: bool = False
     begun_s: float = field(default_factory=time.time)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 

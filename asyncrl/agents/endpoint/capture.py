@@ -117,10 +117,6 @@ class Capture:
         self._last_forms: Sequence[int] = ()
 
     @property
-    def num_completions(self) -> int:
-        return len(self._nodes)
-
-    @property
     def agents(self) -> dict[str, str]:
         """Return the agent of each completion, by name."""
         return {name: node.call.agent for name, node in self._nodes.items()}
@@ -245,7 +241,7 @@ class Capture:
             forms = answer_forms(message, said, self.thinking)
             keys = [match.chain.key_with(form) for form in forms]
             of_chat = {
-                "num_messages": match.num_messages + 1,
+                "num_messages": len(match.chain.forms) + 1,
                 "key": keys[0],
                 "text": match.whole and match.whole.then(text),
                 "deviations": match.deviations,

@@ -59,7 +59,7 @@ from asyncrl.agents.endpoint.sessions import (
 )
 from asyncrl.agents.endpoint.sub_agents import Agent, agent_of
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
-from asyncrl.base.errors import ComponentError, ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.waits import within
 from asyncrl.config import GatewayConfig
@@ -114,14 +114,8 @@ class Gateway:
         """`on_broken` ends the run."""
         self._config = config
         self.sessions = Sessions[GatewaySession](config)
-        self._broken: ComponentError | None = None
-
-        def broke(error: ComponentError) -> None:
-            self._broken = error
-            on_broken(error)
-
         self._route = EngineRoute(
-            self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke
+            self.sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken
         )
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
@@ -336,10 +330,11 @@ class Gateway:
             if not is_connected(request):
                 raise client_gone()
             session.record_nowait(call, writer.continues)
-        finally:
+        except BaseException:
             # A cancelled call gives back its number, so that its repetition has the
             # same seed.
             session.withdraw_nowait(call)
+            raise
         return rest, asked.stream
 
     async def _count(self, request: Request) -> Response:
@@ -356,9 +351,11 @@ class Gateway:
         )
 
     async def _health(self, request: Request) -> Response:
-        if self._broken is None:
+        if self.sessions.run_end is None:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": f"the run is ending: {self._broken.what}"}, 503)
+        return JSONResponse(
+            {"status": f"the run is ending: {self.sessions.run_end}"}, 503
+        )
 
 
 def is_connected(request: Request) -> bool:
@@ -630,6 +627,7 @@ class AppServer:
         config.load()
         config.timeout_keep_alive = idle_s  # type: ignore[assignment]
         self._state = ServerState()
+        self.connections: Collection[Any] = self._state.connections
         self._make = partial(
             Connection,
             max_connections,
@@ -638,10 +636,6 @@ class AppServer:
             app_state={},
         )
         self._server: asyncio.Server | None = None
-
-    @property
-    def connections(self) -> Collection[object]:
-        return self._state.connections
 
     async def listen(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -655,7 +649,7 @@ class AppServer:
         """Close busy connections within CLOSE_S, others immediately. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for connection in list(self._state.connections):
+        for connection in list(self.connections):
             connection.shutdown()
         # The gateway has ended its sessions before. So its open answers are mostly
         # errors by now, which clients should still read.
@@ -663,5 +657,5 @@ class AppServer:
             _, late = await asyncio.wait(set(self._state.tasks), timeout=CLOSE_S)
             for task in late:
                 task.cancel()
-        for connection in list(self._state.connections):
+        for connection in list(self.connections):
             connection.transport.abort()

@@ -161,10 +161,10 @@ def _read(
     return asked, make(asked.stream_options)
 
 
-_read_chat = partial(_read, ChatWriter)
-_read_text = partial(_read, TextWriter)
-CHAT = Dialect("chatcmpl", "chat/completions", None, _read_chat, ChatRequest)
-TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
+CHAT = Dialect(
+    "chatcmpl", "chat/completions", None, partial(_read, ChatWriter), ChatRequest
+)
+TEXT = Dialect("cmpl", "completions", False, partial(_read, TextWriter), TextRequest)
 
 
 # ---- responses

@@ -56,7 +56,6 @@ class PromptMatch:
     how: How
     parent: ChatNode | None
     chain: Chain
-    num_messages: int
     prefill: str
     whole: Prefix | None = None
     neighbor: str = ""
@@ -434,9 +433,7 @@ class ChatMatcher:
         # A later answer was not recorded, or the harness has changed it.
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
-        return PromptMatch(
-            text, how, parent, self.chain, len(self.messages), self.prefill, **fields
-        )
+        return PromptMatch(text, how, parent, self.chain, self.prefill, **fields)
 
     def _neighbor(self, parent: ChatNode) -> str:
         """Return the text before the new text: tokenizers encode a text depending on

@@ -568,10 +568,11 @@ class CallRequest(CallParameters):
     def sampling(self) -> dict[str, object]:
         """Return the parameters that differ from the run's."""
         given = self.model_fields_set.intersection(SAMPLING_PARAMETERS)
-        if not given:
-            return {}
-        values = {name: getattr(self, name) for name in sorted(given)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {
+            name: value
+            for name in sorted(given)
+            if (value := getattr(self, name)) is not None
+        }
 
 
 class ChatRequest(CallRequest):

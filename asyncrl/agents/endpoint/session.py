@@ -40,7 +40,6 @@ from asyncrl.agents.endpoint.sub_agents import Agent
 from asyncrl.agents.endpoint.tool_formats import NO_FORMAT, ToolFormat, opens_thought
 from asyncrl.base.errors import ComponentError, RequestRefused, RolloutFailure
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import RUN_RULES, SessionRules
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.worker_api import ChatTokenizer
 
@@ -75,6 +74,13 @@ class GatewaySession(OpenSession):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.sessions.open[self.key] = self
+        self.capture = Capture(
+            self.route.tokenizer,
+            self.route.tool_format.thinking,
+            counts=self.route.counts,
+            keeps_thoughts=self.limits.thoughts == "keep",
+            frames=self.route.frames,
+        )
 
     async def read(self, dialect: Dialect, body: bytes) -> Read:
         """Parse and check a body in its dialect. Raises ApiError."""
@@ -206,8 +212,7 @@ class GatewaySession(OpenSession):
 
     def withdraw_nowait(self, call: GatewayCall) -> None:
         """Forget a call that was not delivered: the next equal call reuses its seed."""
-        if not call.is_delivered:
-            self._numbers[call.key].discard(call.number)
+        self._numbers[call.key].discard(call.number)
 
     def record_nowait(self, call: GatewayCall, continues: StoredChat | None) -> None:
         """Record an answer just before it is written. Raises ApiError if the session
@@ -227,7 +232,6 @@ class GatewaySession(OpenSession):
             begun_s=call.begun_s,
             agent=call.agent.name,
         )
-        call.is_delivered = True
         if continues is not None:
             self.chats[call.name] = continues._replace(
                 messages=[*continues.messages, message]
@@ -427,38 +431,8 @@ class EngineRoute:
         )
         self.rendering = asyncio.Lock()
         self.encoding = asyncio.Semaphore(NUM_ENCODING)
-
-    def open_nowait(
-        self,
-        rollout_id: str,
-        *,
-        prompt_id: str,
-        sample_index: int,
-        attempt: int,
-        route_key: str,
-        user_key: str | None = None,
-        rules: SessionRules = RUN_RULES,
-    ) -> GatewaySession:
+        self.open_nowait = partial(GatewaySession, self.sessions, route=self)
         """Open a session; the caller ends it."""
-        capture = Capture(
-            self.tokenizer,
-            self.tool_format.thinking,
-            counts=self.counts,
-            keeps_thoughts=self.sessions.limits.thoughts == "keep",
-            frames=self.frames,
-        )
-        return GatewaySession(
-            self.sessions,
-            capture,
-            rollout_id,
-            prompt_id=prompt_id,
-            sample_index=sample_index,
-            attempt=attempt,
-            route_key=route_key,
-            user_key=user_key,
-            rules=rules,
-            route=self,
-        )
 
 
 def _stop_texts(asked: AnyRequest, answer: Answer) -> tuple[str, ...]:

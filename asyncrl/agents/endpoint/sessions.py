@@ -7,7 +7,7 @@ import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -156,7 +156,7 @@ class OpenSession:
     """
 
     sessions: Sessions[Any]
-    capture: Capture
+    capture: Capture = field(init=False)
     rollout_id: str
     _: KW_ONLY
     prompt_id: str
@@ -170,15 +170,9 @@ class OpenSession:
     def __post_init__(self) -> None:
         self.key = self.user_key or secrets.token_hex(24)
         self.limits = self.sessions.limits
-        own = {
-            name: value
-            for name in ("max_calls", "max_rollout_tokens")
-            if (value := getattr(self.rules, name))
-        }
-        if own:
-            self.limits = self.limits.model_copy(update=own)
+        self.max_calls = self.rules.max_calls or self.limits.max_calls
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self.chats = ChatsByAnswer(self.limits.max_calls)
+        self.chats = ChatsByAnswer(self.max_calls)
         self.retries = Retries()
         self.opening: Messages | None = None
         self.last_span: VersionSpan | None = None
@@ -224,7 +218,7 @@ class OpenSession:
 
     def free_call_nowait(self) -> None:
         self.num_free_calls += 1
-        if self.num_free_calls <= FREE_SHARE * self.limits.max_calls or self.user_key:
+        if self.num_free_calls <= FREE_SHARE * self.max_calls or self.user_key:
             return
         # The agent ignores a limit that has already truncated the rollout. Ending the
         # session keeps its answers; failing it would sample the rollout again.
@@ -232,9 +226,7 @@ class OpenSession:
             self.end_nowait(f"the agent kept calling after a limit: {self.overflow}")
             return
         what = f"{self.rollout_id}: {self.num_free_calls} of its calls were refused or only counted tokens"
-        rule = (
-            f"{FREE_SHARE} times gateway.max_calls={self.limits.max_calls} is the limit"
-        )
+        rule = f"{FREE_SHARE} times gateway.max_calls={self.max_calls} is the limit"
         self.fail_nowait(
             RolloutFailure(
                 what,
@@ -246,15 +238,15 @@ class OpenSession:
 
     def check_limits(self) -> None:
         """Raise ApiError (429) at a limit of the rollout."""
-        for number, unit, name in (
-            (self.num_calls, "calls", "max_calls"),
+        for number, unit, name, limit in (
+            (self.num_calls, "calls", "max_calls", self.max_calls),
             (
                 self.capture.num_branch_tokens,
                 "tokens in its branches",
                 "max_rollout_tokens",
+                self.rules.max_rollout_tokens or self.limits.max_rollout_tokens,
             ),
         ):
-            limit = getattr(self.limits, name)
             # The users of `asyncrl serve gateway` have their own keys, and no limits.
             if limit is not None and number >= limit and not self.user_key:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
@@ -273,7 +265,7 @@ class OpenSession:
 
     @property
     def num_completions(self) -> int:
-        return self.capture.num_completions
+        return len(self.capture.agents)
 
     @property
     def untrained(self) -> tuple[tuple[str, str], ...]:
