@@ -412,7 +412,7 @@ OF_OTHER_PROGRAMS = """
     generator.sandbox_paths generator.max_memory_mb generator.worker_python generator.stop rollout.engine
     rollout.simulated rollout.vllm trainer.router_aux_loss algorithm.clip_high algorithm.clip_delta
     algorithm.kl_in algorithm.distill_beta algorithm.gae_lambda algorithm.discount algorithm.whiten_advantages
-    algorithm.turn_discount algorithm.rewards task.reward_weights weight_sync.transport eval.name
+    algorithm.turn_discount algorithm.rewards task.reward_weights eval.name
     eval.at_start eval.engine eval.samples eval.temperature eval.top_p eval.top_k eval.min_p eval.slots
     eval.timeout_s
 """.split()
