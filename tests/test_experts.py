@@ -78,7 +78,7 @@ from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.model.build_model import RouterReplay
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
+from asyncrl.weights.export import TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded import embedded_engine
@@ -114,7 +114,7 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
     broadcast = BroadcastTransport(
         TrainerEnd(torch.device("cpu"), torch.float32, 10_000)
     )
-    held = broadcast.begin(Exported(1, step.exports.pushed), tmp_path).result()
+    held = broadcast.begin(1, step.exports.pushed(), tmp_path).result()
     assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
 
 

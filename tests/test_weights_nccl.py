@@ -23,7 +23,7 @@ from asyncrl.messages.trainer_api import (
     BroadcastResponse,
     ExportResponse,
 )
-from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd
+from asyncrl.weights.export import LazyWeights, TrainerEnd
 from asyncrl.weights.nccl import BroadcastTransport, WeightGroup
 from asyncrl.weights.tensor_files import digest_tensors
 
@@ -50,7 +50,7 @@ def some_weights(seed: int = 0) -> dict[str, Tensor]:
 def hold(
     held: BroadcastTransport, weights: dict[str, Tensor], version: int
 ) -> ExportResponse:
-    return held.begin(Exported(version, lambda: LazyWeights(weights)), Path()).result()
+    return held.begin(version, LazyWeights(weights), Path()).result()
 
 
 def take(member: GroupMember) -> tuple[int, dict[str, Tensor]]:

@@ -279,13 +279,6 @@ class TrainerEnd(NamedTuple):
     store: str = ""
 
 
-class Exported(NamedTuple):
-    """The pushed tensors of `version`."""
-
-    version: int
-    pushed: Callable[[], LazyWeights]
-
-
 def finished_export(
     version: int, answer: ExportResponse | None = None
 ) -> Future[ExportResponse]:
@@ -312,12 +305,12 @@ class Transport:
         self.end = end
         self._writer = ThreadPoolExecutor(1, "export")
 
-    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+    def begin(
+        self, version: int, weights: LazyWeights, path: Path
+    ) -> Future[ExportResponse]:
         """Bring the weights to the engines; no weight may change before the Future
         ends. Raises OSError, here or in the Future.
         """
-        weights = exported.pushed()
-        version = exported.version
         dtype = self.end.dtype
         if not self.end.is_first:
             # Only rank 0 writes, but its full_tensor() calls need every rank.
@@ -345,14 +338,16 @@ class Transport:
 class HeldTransport(Transport, ABC):
     """Trainer end of a transport whose engines read memory that rank 0 holds."""
 
-    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+    def begin(
+        self, version: int, weights: LazyWeights, path: Path
+    ) -> Future[ExportResponse]:
         """Copy the weights over the held ones; write a file too if evaluation needs
         one. Raises OSError, also without memory, or RuntimeError.
         """
         end = self.end
-        version = exported.version
-        written = super().begin(exported, path).result() if end.is_file_wanted else None
-        weights = exported.pushed()
+        written = None
+        if end.is_file_wanted:
+            written = super().begin(version, weights, path).result()
         if not end.is_first:
             gather_along(weights, end.dtype)
             return finished_export(version)

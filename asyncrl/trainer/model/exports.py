@@ -23,7 +23,7 @@ from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.ranks.state import save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights import export
-from asyncrl.weights.export import Exported, LazyWeights, Transport
+from asyncrl.weights.export import LazyWeights, Transport
 from asyncrl.weights.ipc import (
     ChunkFile,
     ChunkPlace,
@@ -103,7 +103,7 @@ class Exports:
         Both raise OSError. The function also raises Refused if the weights give NaN.
         """
         canary = self._canary()
-        exporting = self.transport.begin(Exported(version, self.pushed), path)
+        exporting = self.transport.begin(version, self.pushed(), path)
         self.exporting = exporting
 
         def finish() -> api.ExportResponse:
