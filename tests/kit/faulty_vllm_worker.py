@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import vllm._custom_ops
@@ -53,7 +53,7 @@ class FaultyLoader(Loader):
             self.parts.held(self.stale).detach().copy_(self.kept)
             self.kept = None
 
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
         given = dict(tensors)
         if self.fault == "swap_names":
             first = next(
@@ -63,7 +63,7 @@ class FaultyLoader(Loader):
             )
             second = first.replace(".layers.0.", ".layers.1.")
             given[first], given[second] = given[second], given[first]
-        super().add(given.items())
+        super().add(given)
 
 
 class FaultyWeightLoader(WeightLoader):

@@ -220,7 +220,7 @@ class Loader:
         self._begin(version)
         self._expected = expected
         with self._changing():
-            self._load(tensors)
+            self.add(tensors)
             self._finish()
         # Loaded once. `_checked` holds the tensors, and so the file, until the next stage.
         self._staged = None
@@ -249,7 +249,7 @@ class Loader:
         if request.index == 0:
             self._begin(request.version)
         with self._changing():
-            self.add(tensors, digests)
+            self._take(tensors, digests)
         return {"digest": digest}
 
     def finish_chunks(self, version: int, digest: str) -> dict[str, str]:
@@ -288,7 +288,7 @@ class Loader:
 
         def take(sent: dict[str, Tensor]) -> Arrived:
             arrived = digest_and_size(sent)
-            self.add(sent, arrived[0])
+            self._take(sent, arrived[0])
             return arrived
 
         self._begin(request.version)
@@ -340,15 +340,17 @@ class Loader:
             for parameter in self._uncounted().values():
                 parameter.fill_(torch.nan)
 
-    def add(self, tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> None:
+    def _take(
+        self, tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]
+    ) -> None:
         """Take a part of the open update, in memory that may be overwritten later."""
         if self._adapter_scale is not None:
             self._adapter |= {name: one.clone() for name, one in tensors.items()}
             return
         self._expected |= self.parts.expected(tensors, digests)
-        self._load(tensors)
+        self.add(tensors)
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
         with self._loading(), DirectCopies(self.model):
             self.model.load_weights(iter(tensors.items()))  # type: ignore[operator]  # every vLLM model defines it
 
