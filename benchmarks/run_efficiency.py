@@ -49,7 +49,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.launch.machine import single_node
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import threads_on
 from asyncrl.rollouts.rollout import derive_seed
@@ -135,7 +135,7 @@ def engine_rate(peer: SyncRun, num_groups: int) -> Rate:
 
 
 def threads_of(config: RunConfig) -> tuple[int, int]:
-    return threads_on(config, place(config, single_node()), 0)
+    return threads_on(config, place(config, LocalLauncher().nodes), 0)
 
 
 class TrainerPeer:

@@ -27,7 +27,6 @@ from asyncrl.engines.kinds import embedded_spec, engine_role
 from asyncrl.job.agent_runtime import special_tokens
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import single_node
 from asyncrl.launch.parts import part_tokens
 from asyncrl.launch.plan import plan_run, resolve_auto
 from asyncrl.launch.processes import run_module
@@ -56,12 +55,12 @@ class SyncRun:
     def __init__(
         self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False
     ) -> None:
-        config, _ = resolve_auto(config, single_node())
+        config, _ = resolve_auto(config, LocalLauncher().nodes)
         self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
         run_dir.mkdir(parents=True, exist_ok=True)
         model_path = asyncio.run(make_model_folder(config, run_dir, run_module))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
-        plan, _ = plan_run(config, single_node())
+        plan, _ = plan_run(config, LocalLauncher().nodes)
         placement = plan.placement
         self.part_tokens = part_tokens(config, placement)
         self.tokenizer = HFChatTokenizer(
@@ -148,9 +147,8 @@ class SyncRun:
 
     def load_weights(self, version: int) -> None:
         """Export, stage, swap, one after the other."""
-        export = self.trainer.export(
-            Path(self._staging.name) / f"v{version}.safetensors"
-        )
+        path = Path(self._staging.name) / f"v{version}.safetensors"
+        export = self.trainer.begin_export(path)()
         self.engine.weights.prepare(
             PrepareRequest(
                 **export.model_dump(include=set(PrepareRequest.model_fields))

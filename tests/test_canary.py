@@ -78,7 +78,7 @@ def test_limit_admits_rounding_and_refuses_small_faults(
 
     pushed = list[dict[str, Tensor]]()
     for version in range(4):
-        manifest = step.export(tmp_path / f"{version}.safetensors")
+        manifest = step.begin_export(tmp_path / f"{version}.safetensors")()
         canary = manifest.canary
         assert canary is not None
         pushed.append(load_file(manifest.path))

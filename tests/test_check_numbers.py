@@ -10,11 +10,11 @@ import held_task
 import psutil
 import pytest
 from job_runs import ended, start, wait_for_steps, write_config
+from launch_cases import single_node
 from tiny_model import SHAPE
 
 from asyncrl.base.files import shared_memory_root
 from asyncrl.config import load_config
-from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import DISK, SHARED, make_plan
 
 LARGE = {**SHAPE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}

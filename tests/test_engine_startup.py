@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine_in_process import answered, make_qwen3, make_spec, running_engine
-from launch_cases import EVAL, NO_TOKENS, OWN, load, machine
+from launch_cases import EVAL, NO_TOKENS, OWN, load, machine, single_node
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_moe
 from torch import Tensor
@@ -25,7 +25,6 @@ from asyncrl.engines.kinds import engine_role
 from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import make_plan
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import (

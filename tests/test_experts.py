@@ -32,7 +32,7 @@ from segment_cases import chunk, rest
 from segment_cases import make_request as segment_request
 from tiny_model import MOE, SHAPE, STACKED, make_tiny_moe
 from torch import Tensor
-from trainer_cases import changed, learned, make_batch, make_spec
+from trainer_cases import changed, learned, make_batch, make_spec, weights_digest
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -95,11 +95,11 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
         one.endswith(".experts.gate_up_proj")
         for one in named_weights(step.policy.model)
     ), "stacked"
-    before = load_file(step.export(tmp_path / "v0.safetensors").path)
+    before = load_file(step.begin_export(tmp_path / "v0.safetensors")().path)
     assert before.keys() == stored.keys()
     assert all(torch.equal(before[name], one) for name, one in stored.items())
     step.train(*make_batch())
-    answer = step.export(tmp_path / "v1.safetensors")
+    answer = step.begin_export(tmp_path / "v1.safetensors")()
     whole, chunks = load_file(answer.path), chunks_of(step)
     assert (answer.num_tensors, answer.digest) == (len(whole), digest_tensors(whole))
     assert len(chunks) > 2
@@ -134,7 +134,7 @@ def test_float32_router_is_pushed_unrounded(
     values = {"dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}}
     step = make_step(folder, tmp_path, **values)
     step.train(*make_batch())
-    answer = step.export(tmp_path / "v1.safetensors")
+    answer = step.begin_export(tmp_path / "v1.safetensors")()
     router = load_file(answer.path)[name]
     assert not torch.equal(router, router.bfloat16().float())
     with running_engine(folder, dtype="bfloat16") as engine:
@@ -404,7 +404,7 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(
         before = router.weight.detach().clone()
         gaps.append(step.train(header, given)["policy/logprob_gap_mean"])
         assert not torch.equal(router.weight, before), "its weights have a gradient"
-        weights.append(step.weights_digest())
+        weights.append(weights_digest(step))
     with_replay, own, off = gaps
     assert (own, weights[1]) == (off, weights[2]), (
         "the trainer chooses unknown experts itself"
@@ -425,7 +425,7 @@ def test_ranks_replay_and_export_experts_as_one_process_does(tmp_path: Path) -> 
     alone = make_step(folder, tmp_path, **values)
     metrics = learned(alone.train(header, others))
     assert metrics.pop("policy/router_aux_loss") > 1
-    expected = load_file(alone.export(tmp_path / "alone.safetensors").path)
+    expected = load_file(alone.begin_export(tmp_path / "alone.safetensors")().path)
     with running(folder, tmp_path / "ranks", 2, chunk_bytes=10_000, **values) as group:
         of_ranks = learned(group.train(header, others).metrics)
         assert of_ranks.pop("policy/router_aux_loss") > 1
@@ -580,7 +580,7 @@ def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(
             assert expected.max() > 255
             assert torch.equal(sets(read_by(sampled.tokens)), sets(expected))
         assert step.train(*batch_from(answers))["policy/logprob_gap_max"] < 1e-4
-        manifest = step.export(tmp_path / "v1.safetensors")
+        manifest = step.begin_export(tmp_path / "v1.safetensors")()
         assert manifest.canary is not None
         assert await server.prepare(manifest) == manifest.digest
         # the canary agrees, or it is refused

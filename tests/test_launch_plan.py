@@ -23,13 +23,14 @@ from launch_cases import (
     machine,
     make_python,
     nodes,
+    single_node,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.roles import extra_servers
-from asyncrl.launch.machine import described_nodes, find_python, single_node
+from asyncrl.launch.machine import described_nodes, find_python
 from asyncrl.launch.memory import Memory, num_trained, rank_memory
 from asyncrl.launch.model_sizes import model_shape
 from asyncrl.launch.placement import place

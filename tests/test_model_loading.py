@@ -282,7 +282,7 @@ def test_adapters_of_a_text_part_have_its_folders_names(
         made = MadeRun(tmp_path, folder, trainer=lora)
         train_versions(step, 0, 2)
         made.checkpoint(step)
-        pushed = step.export(tmp_path / "adapters.safetensors")
+        pushed = step.begin_export(tmp_path / "adapters.safetensors")()
         expected = {
             name: tensor.clone() for name, tensor in step.exports.pushed().items()
         }

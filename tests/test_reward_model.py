@@ -20,6 +20,7 @@ from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
 from hypothesis import given
 from hypothesis import strategies as st
+from launch_cases import single_node
 from safetensors.torch import load_file, save_file
 from scorer_cases import PROMPT, TOKENIZER, sampled
 from scoring_cases import (
@@ -49,7 +50,6 @@ from asyncrl.extensions.scoring.reward_client import RewardModelClient, find_lab
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
 from asyncrl.extensions.scoring.scoring_rules import model_of
 from asyncrl.job.check.config_check import check_lines, validate
-from asyncrl.launch.machine import single_node
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl_servers.scoring.reward_model import cut_batches

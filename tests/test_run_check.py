@@ -18,6 +18,7 @@ import pytest
 import yaml
 from followed_ways import Typed, dead_ends, parts_of, split, ways_of_errors
 from job_runs import ROOT, write_config
+from launch_cases import single_node
 from tiny_model import SHAPE
 
 from asyncrl import cli
@@ -29,7 +30,7 @@ from asyncrl.job.check.config_check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.job.resume import _refuse_changes
-from asyncrl.launch.machine import Machine, single_node
+from asyncrl.launch.machine import Machine
 from asyncrl.models.support import find_support
 from asyncrl.trainer.model import model_folder
 

@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 import pytest
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
-from launch_cases import NO_TOKENS, make_python
+from launch_cases import NO_TOKENS, make_python, single_node
 from needed_extensions import skip_without
 from rollout_cases import virtual
 
@@ -23,7 +23,7 @@ from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.job.servers import ServerFactory
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
+from asyncrl.launch.machine import CudaDevice, Machine, Node
 from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
 from asyncrl_servers.engine_routes import AdapterSpec

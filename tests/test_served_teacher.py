@@ -14,6 +14,7 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from engine_in_process import make_qwen3
+from launch_cases import single_node
 from taught_cases import (
     QUESTION,
     ROLLOUTS,
@@ -36,7 +37,7 @@ from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
-from asyncrl.launch.machine import Machine, single_node
+from asyncrl.launch.machine import Machine
 from asyncrl.launch.placement import NO_DEVICE, place
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import DISTILL_IDS, DISTILL_LOGPROBS, SUPPORT

@@ -35,6 +35,7 @@ from trainer_cases import (
     mesh_of_one,
     plain_attention,
     train_versions,
+    weights_digest,
 )
 
 from asyncrl.algorithms.advantages import gae, whitened
@@ -269,10 +270,10 @@ def test_critic_begins_as_a_copy_of_the_policy_or_of_its_own_model(
 
 def test_policy_takes_no_step_while_the_critic_warms_up(make_step: MakeStep) -> None:
     step = make_step(algorithm=GAE, critic=CRITIC | {"warmup_steps": 2})
-    policies, critics = [step.weights_digest()], [critic_weights(step)]
+    policies, critics = [weights_digest(step)], [critic_weights(step)]
     for version in range(3):
         metrics = step.train(*make_batch(version=version))
-        policies.append(step.weights_digest())
+        policies.append(weights_digest(step))
         critics.append(critic_weights(step))
         assert metrics["critic/grad_norm"] > 0
     assert policies[0] == policies[1] == policies[2] != policies[3]
@@ -300,7 +301,7 @@ def test_values_are_clipped_around_those_before_the_batch(make_step: MakeStep) -
 def test_neither_model_takes_a_step_that_is_not_finite(make_step: MakeStep) -> None:
     step = make_step(**PPO)
     step.train(*make_batch())
-    policy, critic = step.weights_digest(), critic_weights(step)
+    policy, critic = weights_digest(step), critic_weights(step)
     header, arrays = make_batch(version=1)
     rewards = [
         entry.model_copy(update={"reward": 1e30}) for entry in header.trajectories
@@ -308,7 +309,7 @@ def test_neither_model_takes_a_step_that_is_not_finite(make_step: MakeStep) -> N
     header = header.model_copy(update={"trajectories": rewards})
     metrics = step.train(header, arrays)
     assert metrics["trainer/skipped_steps"] == 1
-    assert step.weights_digest() == policy
+    assert weights_digest(step) == policy
     assert_equal(critic_weights(step), critic)
 
 
@@ -340,7 +341,7 @@ def test_loaded_critic_continues_to_the_same_bits(
     step = make_step(**values)
     step.load_state(tmp_path / "state")
     train_versions(step, 3, 5)
-    assert step.weights_digest() == whole.weights_digest()
+    assert weights_digest(step) == weights_digest(whole)
     assert_equal(critic_weights(step), critic_weights(whole))
     never_moved = make_step(**values)
     train_versions(never_moved, 0, 5)

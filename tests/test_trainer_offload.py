@@ -20,6 +20,7 @@ from trainer_cases import (
     make_batch,
     make_spec,
     mesh_of_one,
+    weights_digest,
 )
 
 from asyncrl.base.http import Refused
@@ -105,15 +106,16 @@ def test_offloaded_trainer_takes_the_same_steps(
         expected, actual = plain.train(*batch), step.train(*batch)
         assert learned(actual) == learned(expected)
     assert (
-        step.export(tmp_path / "one").digest == plain.export(tmp_path / "other").digest
+        step.begin_export(tmp_path / "one")().digest
+        == plain.begin_export(tmp_path / "other")().digest
     )
     step.offload(ALL)
     step.begin_save_state(tmp_path / "state").result()
     step.onload(ALL)
-    assert (step.offloaded, step.weights_digest()) == ([], plain.weights_digest())
+    assert (step.offloaded, weights_digest(step)) == ([], weights_digest(plain))
     plain.train(*make_batch(version=3))
     plain.load_state(tmp_path / "state")
-    assert plain.weights_digest() == step.weights_digest(), "saved while it was away"
+    assert weights_digest(plain) == weights_digest(step), "saved while it was away"
 
 
 def train_once(step: TrainerRank, version: int) -> dict[str, float]:
@@ -135,11 +137,14 @@ def test_models_that_share_by_time_take_the_same_steps(
     watch(step, step.critic.model, ("reference", (REFERENCE_WEIGHTS,)), seen)
     for version in range(3):
         assert learned(train_once(step, version)) == learned(train_once(plain, version))
-    assert step.export(tmp_path / "a").digest == plain.export(tmp_path / "b").digest
+    assert (
+        step.begin_export(tmp_path / "a")().digest
+        == plain.begin_export(tmp_path / "b")().digest
+    )
     step.begin_save_state(tmp_path / "state").result()
     step.load_state(tmp_path / "state")
     assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
-    assert step.weights_digest() == plain.weights_digest()
+    assert weights_digest(step) == weights_digest(plain)
     models = ("policy", "critic", "reference")
     assert seen == {model: {model in leaving} for model in models}
 
@@ -163,7 +168,7 @@ def test_shards_that_share_by_time_take_the_same_steps(
         step.begin_save_state(tmp_path / "state").result()
         step.load_state(tmp_path / "state")
         assert learned(train_once(step, 3)) == learned(train_once(plain, 3))
-        assert step.weights_digest() == plain.weights_digest()
+        assert weights_digest(step) == weights_digest(plain)
         step._use("hold nothing")
         for part in (*POLICY_STEP, *CRITIC_STEP, REFERENCE_WEIGHTS):
             held = [local_of(tensor) for tensor in step._tensors_of(part)]
@@ -196,7 +201,7 @@ def test_engines_slice_leaves_parts_that_never_leave(
         # As a handover to the engines and back, with the push between.
         step.offload(("gradients", "optimizer"))
         path = tmp_path / f"v{version}"
-        assert step.export(path).digest == plain.export(path).digest
+        assert step.begin_export(path)().digest == plain.begin_export(path)().digest
         step.offload(("weights",))
         assert are_gone(step._tensors_of(POLICY_WEIGHTS))
         assert not are_gone(step._tensors_of(POLICY_OPTIMIZER))
@@ -204,7 +209,7 @@ def test_engines_slice_leaves_parts_that_never_leave(
             step.train(*make_batch(version=version + 1))
         step.onload(("weights", "optimizer"))
         assert are_gone(step._tensors_of(POLICY_WEIGHTS)), "not before it is used"
-    assert step.weights_digest() == plain.weights_digest()
+    assert weights_digest(step) == weights_digest(plain)
 
 
 @pytest.mark.slow
@@ -302,10 +307,10 @@ def test_call_that_needs_an_offloaded_part_is_refused(
     with pytest.raises(Refused, match="cannot train: optimizer offloaded") as refused:
         step.train(*make_batch())
     assert refused.value.body.way_out == "POST /onload with parts ['optimizer'] first."
-    step.export(tmp_path / "v0.safetensors")
+    step.begin_export(tmp_path / "v0.safetensors")()
     step.offload(("weights",))
     for call in (
-        lambda: step.export(tmp_path / "v1.safetensors"),
+        lambda: step.begin_export(tmp_path / "v1.safetensors")(),
         lambda: step.export_chunk(0, 0),
         lambda: step.save(tmp_path / "again"),
         lambda: step.load_state(tmp_path / "state"),
@@ -318,13 +323,13 @@ def test_call_that_needs_an_offloaded_part_is_refused(
 def test_device_parts_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(device="cuda", dtype="bfloat16")
     step.train(*make_batch())
-    digest, before = step.weights_digest(), torch.cuda.memory_allocated()
+    digest, before = weights_digest(step), torch.cuda.memory_allocated()
     moved = step.offload(ALL)
     assert torch.cuda.memory_allocated() <= before - moved.num_bytes
     step.begin_save_state(tmp_path / "state")
     step.wait_save_state()
     step.onload(ALL)
-    assert step.weights_digest() == digest
+    assert weights_digest(step) == digest
     step.train(*make_batch(version=1))
     step.load_state(tmp_path / "state")
-    assert step.weights_digest() == digest
+    assert weights_digest(step) == digest

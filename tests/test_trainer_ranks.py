@@ -30,6 +30,7 @@ from trainer_cases import (
     make_batch,
     make_spec,
     mesh_of_one,
+    weights_digest,
 )
 from transformers import AutoModelForCausalLM
 
@@ -106,7 +107,7 @@ def compare(
         begun = group.begin_export()
         export, expected_export = (
             group.export(),
-            alone.export(folder / "alone.safetensors"),
+            alone.begin_export(folder / "alone.safetensors")(),
         )
         assert export.digest == digest_tensors(load_file(export.path))
         assert export.version == begun == 3
@@ -144,7 +145,7 @@ def compare(
         save_state(group, folder / "several")
         alone.load_state(folder / "several")
         assert_close(
-            alone.export(folder / "loaded.safetensors").path, export.path, 1e-7
+            alone.begin_export(folder / "loaded.safetensors")().path, export.path, 1e-7
         )
         alone.train(*make_batch(version=3))
         alone.begin_save_state(folder / "one").result()
@@ -209,22 +210,22 @@ def test_mesh_of_one_rank_learns_what_masters_do(
                 "only float32 weights and moments"
             )
         exports = [
-            one.export(tmp_path / f"{name}.safetensors")
+            one.begin_export(tmp_path / f"{name}.safetensors")()
             for name, one in (("a", alone), ("m", step))
         ]
         for name, tensor in load_file(exports[0].path).items():
             torch.testing.assert_close(
                 load_file(exports[1].path)[name], tensor, rtol=1e-2, atol=1e-5
             )
-        digest = step.weights_digest()
+        digest = weights_digest(step)
         step.begin_save_state(tmp_path / "state").result()
         step.offload(["weights", "optimizer"])
         step.onload(["weights", "optimizer"])
         step.train(*make_batch(version=2))
-        assert step.weights_digest() != digest
+        assert weights_digest(step) != digest
         for one in (step, alone):
             one.load_state(tmp_path / "state")
-            assert one.weights_digest() == digest
+            assert weights_digest(one) == digest
 
 
 LIKE_ONE: dict[str, dict[str, Any]] = {
@@ -430,7 +431,7 @@ def test_worker_is_bit_for_bit_a_step_in_process(
             export = worker.export()
             assert (
                 export.digest
-                == here.weights_digest()
+                == weights_digest(here)
                 == digest_tensors(load_file(export.path))
             )
             expected.append(export.digest)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from trainer_cases import MakeStep, full_disk, train_versions
+from trainer_cases import MakeStep, full_disk, train_versions, weights_digest
 
 from asyncrl.base.http import Refused
 from asyncrl.trainer.ranks.rank_process import _words
@@ -47,8 +47,8 @@ def test_loaded_trainer_continues_to_the_same_bits(
     assert step.policy_version == 3
     assert torch.equal(torch.rand(4), drawn), "the random generator continues"
     train_versions(step, 3, 5)
-    assert step.weights_digest() == whole.weights_digest()
-    exports = [one.export(tmp_path / "weights").digest for one in (step, whole)]
+    assert weights_digest(step) == weights_digest(whole)
+    exports = [one.begin_export(tmp_path / "weights")().digest for one in (step, whole)]
     assert exports[0] == exports[1], (
         "the weights that the model computes with are those of the masters"
     )
@@ -66,12 +66,12 @@ def test_state_of_other_weights_is_refused_and_changes_nothing(
     saved, loaded = (adapters, whole) if is_saved_with_lora else (whole, adapters)
     train_versions(saved, 0, 1)
     saved.begin_save_state(tmp_path / "state").result()
-    before = loaded.weights_digest()
+    before = weights_digest(loaded)
     with pytest.raises(Refused) as refused:
         loaded.load_state(tmp_path / "state")
     assert refused.value.status == 422
     assert "another model" in str(refused.value)
-    assert (loaded.policy_version, loaded.weights_digest()) == (0, before)
+    assert (loaded.policy_version, weights_digest(loaded)) == (0, before)
 
 
 def test_operator_without_deterministic_kernel_names_the_setting(
@@ -90,7 +90,7 @@ def test_state_is_copied_beside_the_forward_pass(
 ) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     train_versions(step, 0, 1)
-    at_save = step.weights_digest()
+    at_save = weights_digest(step)
     copy = step._state._copy
 
     def copy_late(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -109,9 +109,9 @@ def test_state_is_copied_beside_the_forward_pass(
     pending.result()
     loaded = make_step()
     loaded.load_state(tmp_path / "state")
-    assert (changes, loaded.weights_digest()) == ([True], at_save)
+    assert (changes, weights_digest(loaded)) == ([True], at_save)
     train_versions(loaded, 1, 2)
-    assert loaded.weights_digest() == step.weights_digest() != at_save
+    assert weights_digest(loaded) == weights_digest(step) != at_save
 
 
 def test_load_waits_for_the_state_that_is_being_written(
@@ -182,7 +182,7 @@ def test_full_disk_delays_the_record_and_checkpoints_and_not_the_step(
     written = record.read_bytes()
     whole = make_step()
     train_versions(whole, 0, 3)
-    expected = whole.weights_digest()
+    expected = weights_digest(whole)
     record.write_bytes(written)  # both have this file
     with full_disk(limit=len(written) + 100):
         train_versions(step, 1, 3)
@@ -196,4 +196,4 @@ def test_full_disk_delays_the_record_and_checkpoints_and_not_the_step(
     step.begin_save_state(tmp_path / "state").result()
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["version"] for line in lines] == [0, 1, 2]
-    assert (step.policy_version, step.weights_digest()) == (3, expected)
+    assert (step.policy_version, weights_digest(step)) == (3, expected)

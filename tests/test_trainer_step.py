@@ -15,6 +15,7 @@ from trainer_cases import (
     changed,
     make_batch,
     naive_logprobs,
+    weights_digest,
 )
 
 from asyncrl.algorithms.losses import LossTokens
@@ -57,17 +58,17 @@ def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
     )
     by_age, by_hand = make_step(), make_step()
     by_age.policy_version = by_hand.policy_version = 5
-    before = by_hand.weights_digest()
+    before = weights_digest(by_hand)
     header = header.model_copy(
         update={"version": 5, "min_version": 5, "mask_older": True}
     )
     with pytest.raises(Refused, match="was sampled at version 4"):
         by_hand.train(header.model_copy(update={"mask_older": False}), aged)
-    assert (by_hand.policy_version, by_hand.weights_digest()) == (5, before)
+    assert (by_hand.policy_version, weights_digest(by_hand)) == (5, before)
     noise = np.where(old, -1.0, arrays.behaviour_logprobs).astype(np.float32)
     metrics = by_age.train(header, changed(aged, behaviour_logprobs=noise))
     by_hand.train(header, changed(aged, versions=np.where(old, -1, aged.versions)))
-    assert by_age.weights_digest() == by_hand.weights_digest()
+    assert weights_digest(by_age) == weights_digest(by_hand)
     assert metrics["sample/masked_fraction"] == pytest.approx(
         old.sum() / arrays.is_sampled.sum()
     )
@@ -91,7 +92,7 @@ def test_third_skipped_step_in_a_row_is_refused(
     make_step: MakeStep, loss: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = make_step(algorithm={"loss": f"test_trainer_step:{loss}"})
-    before = step.weights_digest()
+    before = weights_digest(step)
     for version in range(2):
         metrics = step.train(*make_batch(version=version))
         assert metrics["trainer/skipped_steps"] == 1
@@ -104,18 +105,18 @@ def test_third_skipped_step_in_a_row_is_refused(
     ) as caught:
         step.train(*make_batch(version=2))
     assert "after 3 skipped steps in a row" in caught.value.body.rule
-    assert step.weights_digest() == before
+    assert weights_digest(step) == before
     assert all(weight.grad is None for weight in step.masters.named.values())
 
 
 def test_refused_loss_of_the_user_changes_nothing(make_step: MakeStep) -> None:
     step = make_step(algorithm={"loss": "test_trainer_step:mean_loss"})
-    before = step.weights_digest()
+    before = weights_digest(step)
     with pytest.raises(
         ConfigError, match="algorithm.loss=test_trainer_step:mean_loss returned"
     ):
         step.train(*make_batch())
-    assert (step.policy_version, step.weights_digest()) == (0, before)
+    assert (step.policy_version, weights_digest(step)) == (0, before)
     assert not step.spec.record_path.exists()
 
 
@@ -195,7 +196,9 @@ def test_bfloat16_trains_float32_masters_that_the_model_rounds(
     num_parameters = sum(
         parameter.numel() for parameter in step.policy.model.parameters()
     )
-    assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * num_parameters
+    assert (
+        step.begin_export(tmp_path / "w.safetensors")().num_bytes == 2 * num_parameters
+    )
 
 
 @pytest.mark.gpu
@@ -307,14 +310,14 @@ def test_step_measures_the_gap_of_each_engine(make_step: MakeStep) -> None:
 
 def test_engine_past_the_gap_limit_is_named(make_step: MakeStep) -> None:
     step = make_step(trainer={"logprob_gap_limit": 0.15})
-    before = step.weights_digest()
+    before = weights_digest(step)
     header, arrays = sampled_by_two(step, 0.2)
     with pytest.raises(
         Refused, match=f"engine-1 by 0.2 nats on {(arrays.engines == 1).sum()} fr"
     ) as caught:
         step.train(header, arrays)
     assert "trainer.logprob_gap_limit=0.15" in caught.value.body.rule
-    assert (step.policy_version, step.weights_digest()) == (0, before)
+    assert (step.policy_version, weights_digest(step)) == (0, before)
 
 
 def test_large_gap_gives_a_warning(
@@ -337,5 +340,5 @@ def test_weights_that_give_nan_are_not_published(
     with torch.no_grad():
         step.policy.model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(Refused, match="canary that are not finite") as refused:
-        step.export(tmp_path / "v0.safetensors")
+        step.begin_export(tmp_path / "v0.safetensors")()
     assert "weight_sync.canary_limit=none" in refused.value.body.way_out

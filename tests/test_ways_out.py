@@ -16,6 +16,7 @@ import pytest
 import yaml
 from followed_ways import Typed, all_refusals, dead_ends, name_of, parts_of, split
 from job_runs import CONFIG
+from launch_cases import single_node
 from needed_extensions import NAMED, skip_without
 from printed_texts import COMMAND, ROOT, faults_of, parse, texts_of
 
@@ -25,7 +26,7 @@ from asyncrl.cli import main
 from asyncrl.config import RunConfig
 from asyncrl.config.load import job_forms, load_any, load_job
 from asyncrl.job.roles import extra_servers
-from asyncrl.launch.machine import Machine, described_nodes, single_node
+from asyncrl.launch.machine import Machine, described_nodes
 from asyncrl.launch.placement import place
 from asyncrl.templates import write_template
 

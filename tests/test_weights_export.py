@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 from torch import Tensor, nn
-from trainer_cases import make_batch, make_spec
+from trainer_cases import make_batch, make_spec, weights_digest
 from weight_cases import chunks_of
 
 from asyncrl.base.http import Refused
@@ -69,7 +69,7 @@ def test_export_holds_every_weight_once_by_its_name(
 ) -> None:
     step = TrainerRank(make_spec(tiny_model_dir, tmp_path, dtype="bfloat16"))
     step.train(*make_batch())
-    answer = step.export(tmp_path / "v1.safetensors")
+    answer = step.begin_export(tmp_path / "v1.safetensors")()
     loaded, parameters = (
         load_file(answer.path),
         dict(step.policy.model.named_parameters()),
@@ -104,7 +104,7 @@ def test_chunks_together_are_the_export(
     )
     for version in (1, 2):
         step.train(*make_batch(version=version - 1))
-        whole = step.export(tmp_path / f"v{version}.safetensors")
+        whole = step.begin_export(tmp_path / f"v{version}.safetensors")()
         chunks, tensors = chunks_of(step), dict[str, Tensor]()
         assert len(chunks) > 3
         for index, (answer, chunk) in enumerate(chunks):
@@ -158,7 +158,7 @@ def test_export_is_written_during_the_forward_pass(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
-    before = step.weights_digest()
+    before = weights_digest(step)
 
     def change_now(*_: object) -> None:
         changes.append(exporting.done())
@@ -177,7 +177,7 @@ def test_export_is_written_during_the_forward_pass(
     answer = finish()
     assert changes == [True]
     assert (answer.version, answer.digest) == (0, before)
-    assert digest_tensors(load_file(answer.path)) == before != step.weights_digest()
+    assert digest_tensors(load_file(answer.path)) == before != weights_digest(step)
 
 
 def test_failed_export_reaches_its_caller_and_training_continues(
@@ -190,7 +190,7 @@ def test_failed_export_reaches_its_caller_and_training_continues(
     with pytest.raises(OSError, match="No space left"):
         finish()
     assert not (tmp_path / "v0.safetensors").exists()
-    assert step.export(tmp_path / "v1.safetensors").version == 1
+    assert step.begin_export(tmp_path / "v1.safetensors")().version == 1
 
 
 # ---- digests and files

@@ -155,7 +155,7 @@ def test_generating_engine_copies_each_version_from_memory(
         opened = set()
         for version in (0, 1):
             step.train(*make_batch(version=version))
-            sent = step.export(path)
+            sent = step.begin_export(path)()
             written = {
                 name: tensor.clone() for name, tensor in load_file(sent.path).items()
             }
@@ -174,7 +174,7 @@ def test_generating_engine_copies_each_version_from_memory(
             answered(engine)
         assert len(opened) == 1, "opened once"
         served = engine.weights.digest
-        newer = step.export(path)
+        newer = step.begin_export(path)()
         place: Any = step.exports.transport
         place._place._memory.data[0] ^= 1
         with pytest.raises(

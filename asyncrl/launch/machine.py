@@ -150,11 +150,6 @@ class Node:
     machine: Machine
 
 
-def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
-    """None: this machine."""
-    return (Node("this machine", LOOPBACK, machine or this_machine()),)
-
-
 def described_nodes(
     devices: str | None, cores: int | None, memory: str | None
 ) -> tuple[Node, ...] | None:

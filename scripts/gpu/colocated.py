@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.machine import single_node
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.placement import chunk_devices, place
 from gpu.jobs import run_job, tell_memory
 from gpu.models import make_folder
@@ -50,7 +50,7 @@ def handover(bench: Bench, way: str) -> None:
     config.write_text(config_text(bench, model, way))
     loaded = load_config(config)
     if is_cuda:
-        shared = chunk_devices(loaded, place(loaded, single_node()))
+        shared = chunk_devices(loaded, place(loaded, LocalLauncher().nodes))
         assert (way == "shm") == (not shared), (
             f"with transport={way}, chunks are shared on {shared or 'none'}"
         )

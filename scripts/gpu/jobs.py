@@ -17,7 +17,7 @@ import yaml
 
 from asyncrl.config import RunConfig
 from asyncrl.config.load import load_config
-from asyncrl.launch.machine import single_node
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.plan import make_plan, resolve_auto
 from gpu.engines import log_of, vllm_args
 from gpu.models import architecture, make_folder
@@ -163,10 +163,10 @@ def _tell_seconds(bench: Bench, steps: list[Line]) -> None:
 def tell_memory(bench: Bench, config: RunConfig, steps: list[Line]) -> None:
     """Print the trainer's peak memory and the planned one."""
     if bench.device == "cuda":
-        settled, _ = resolve_auto(config, single_node())
+        settled, _ = resolve_auto(config, LocalLauncher().nodes)
         (trainer,) = (
             one
-            for one in make_plan(settled, single_node()).processes
+            for one in make_plan(settled, LocalLauncher().nodes).processes
             if one.name == "trainer-0"
         )
         peak = max(step["perf/device_memory_bytes"] for step in steps)

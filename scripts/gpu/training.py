@@ -15,6 +15,9 @@ from asyncrl.launch.model_sizes import model_shape
 from asyncrl.launch.plan import size_text
 from asyncrl.messages.trainer_api import pack_batch
 from asyncrl.trainer.model.build_model import use_deterministic
+from asyncrl.trainer.ranks.rank import TrainerRank
+from asyncrl.weights.export import whole_tensors
+from asyncrl.weights.tensor_files import digest_tensors
 from gpu.models import (
     Trainer,
     architecture,
@@ -27,6 +30,10 @@ from gpu.rows import Bench
 
 PROMPT, GROUP_SIZE = 64, 2
 STEPS = 3
+
+
+def digest_of(step: TrainerRank) -> str:
+    return digest_tensors(dict(whole_tensors(step.masters.named)))
 
 
 def speed(
@@ -106,7 +113,7 @@ def repeats(bench: Bench, shape: str) -> None:
                 for one in metrics
                 for name in ("policy/loss", "policy/grad_norm")
             ]
-            results.append((numbers, made.call(made.step.weights_digest)))
+            results.append((numbers, made.call(lambda made=made: digest_of(made.step))))
             seconds[is_on] = median(one["perf/train_s"] for one in metrics[1:])
             del made  # its memory, before the next
             gc.collect()

@@ -14,7 +14,7 @@ from needed_extensions import skip_without
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.roles import extra_servers
-from asyncrl.launch.machine import CudaDevice, Machine, Node
+from asyncrl.launch.machine import LOOPBACK, CudaDevice, Machine, Node, this_machine
 from asyncrl.launch.placement import Placement, place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -46,6 +46,11 @@ URLS = [
     "model.path=m",
     "rollout.urls=['http://127.0.0.1:8000']",
 ]
+
+
+def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
+    """None: this machine."""
+    return (Node("this machine", LOOPBACK, machine or this_machine()),)
 
 
 def load(*overrides: str, name: str = "quickstart") -> RunConfig:

@@ -19,6 +19,7 @@ from token_cases import masked_tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config.offload_config import POLICY_STEP
 from asyncrl.messages.records import Credit
 from asyncrl.messages.tokens import COLUMNS, Tokens, spans_of
 from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
@@ -27,9 +28,16 @@ from asyncrl.trainer.loss.sums import StepSums
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.export import whole_tensors
+from asyncrl.weights.tensor_files import digest_tensors
 
 MakeStep = Callable[..., TrainerRank]
 """The fixture make_step: of the tiny model, unless another folder is given first."""
+
+
+def weights_digest(step: TrainerRank) -> str:
+    step._use("compare weights", *POLICY_STEP)
+    return digest_tensors(dict(whole_tensors(step.masters.named)))
 
 
 def make_spec(

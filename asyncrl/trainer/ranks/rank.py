@@ -61,8 +61,7 @@ from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.ranks import ONE_RANK, BrokenStepError, Ranks
 from asyncrl.trainer.ranks.state import CRITIC, POLICY, Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.export import whole_tensors
-from asyncrl.weights.tensor_files import digest_tensors, dtype_name
+from asyncrl.weights.tensor_files import dtype_name
 
 log = logging.getLogger("asyncrl.trainer")
 # One bad batch is passed over. Several in a row mean that the weights or the loss are
@@ -619,9 +618,6 @@ class TrainerRank(TrainedModel):
         self._use("export", POLICY_WEIGHTS)
         return self.exports.begin(path, self.policy_version)
 
-    def export(self, path: Path) -> api.ExportResponse:
-        return self.begin_export(path)()
-
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
         """Write a chunk of the newest version. Return None on other ranks. Raises
         OSError or Refused.
@@ -635,10 +631,6 @@ class TrainerRank(TrainedModel):
                 way_out="begin again with chunk 0 of that.",
             )
         return self.exports.chunk(version, index)
-
-    def weights_digest(self) -> str:
-        self._use("compare weights", *POLICY_STEP)
-        return digest_tensors(dict(whole_tensors(self.masters.named)))
 
     # ---- colocation
 
