@@ -52,6 +52,8 @@ from asyncrl.trainer.ranks.state import copy_files
 from asyncrl.weights.tensor_files import float32_names
 
 LORA = {"rank": 4, "alpha": 8.0}
+HEAD = {**LORA, "targets": ["q_proj", "lm_head"]}
+"""The head of the tiny model is tied."""
 SECRET = "/home/somebody/s3cret"
 
 
@@ -67,7 +69,7 @@ def loaded(folder: Path, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("lora", "experts"), [(None, ""), (LORA, ""), (None, "deepseek_v3")]
+    ("lora", "experts"), [(None, ""), (LORA, ""), (HEAD, ""), (None, "deepseek_v3")]
 )
 def test_exported_checkpoint_equals_the_trainers_save(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, lora: Any, experts: str
@@ -126,12 +128,14 @@ def test_exported_checkpoint_equals_the_trainers_save(
 
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("lora", [LORA, HEAD], ids=["layers", "tied head"])
 def test_exported_adapters_compute_like_the_merged_model(
-    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any]
 ) -> None:
     step, made = (
-        make_step(trainer={"lora": LORA}),
-        MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA}),
+        make_step(trainer={"lora": lora}),
+        MadeRun(tmp_path, tiny_model_dir, trainer={"lora": lora}),
     )
     train_versions(step, 0, 3)
     made.checkpoint(step)
