@@ -1,5 +1,5 @@
 """Run each pair of values of the settings that change behaviour, in tiny runs that are
-interrupted and killed, and judge each run by tests/kit/pairs_oracle.py.
+interrupted and killed (or stopped), and judge each run by tests/kit/pairs_oracle.py.
 
 python scripts/pairs.py --rows all|3,17|drawn:COMMIT [--out FILE] [--list]
 
@@ -149,7 +149,7 @@ def finish(folder: Path, *arguments: str) -> None:
 
 
 def play(row: Row, folder: Path) -> None:
-    """Run a row, kill it halfway, resume and judge it. Raises AssertionError."""
+    """Run a row, kill or stop it halfway, resume and judge it. Raises AssertionError."""
     config = config_of(row)
     then = config.pop("then")
     scratch = ScratchConfig(**TABLE["base"]["model"]["scratch"])
@@ -175,7 +175,12 @@ def play(row: Row, folder: Path) -> None:
     process = start(folder, "run", *arguments, "--run-dir", "killed")
     checkpoints = run_dir / "checkpoints"
     wait_until(lambda: any(checkpoints.glob("step_*")), process, LIMIT_S)
-    kill_tree(process)
+    if row["resume"] == "learning_rate":
+        # Other training begins at a checkpoint, which a stop makes.
+        process.send_signal(signal.SIGINT)
+        assert ended(process, LIMIT_S).returncode == 130
+    else:
+        kill_tree(process)
     release(run_dir)
     finish(folder, "run", *arguments, *then.get("resume", ()), "--run-dir", "killed")
     run = pairs_oracle.read_run(run_dir)

@@ -166,6 +166,8 @@ def test_run_with_all_steps_continues_by_the_command_it_prints(
     )
     run_dir = killed_run(tmp_path / "run", config)
     write_journal(run_dir, num_trained=num_trained)
+    if is_refused:
+        save_checkpoint(Checkpoints(run_dir, config.checkpoint), num_trained)
     (run_dir / "summary.json").write_text(json.dumps(summary))
     if not is_refused:
         assert found(run_dir, config) == ResumePoint(None), (
@@ -222,6 +224,40 @@ def test_changed_settings_are_listed_and_accepted(
     with pytest.raises(ConfigError, match="learning_rate") as caught:
         find_resume(run_dir, config, "auto", ["rollout"])
     assert "max_tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_of_training"),
+    [
+        ({"trainer": {"learning_rate": 0.1}}, True),
+        ({"trainer": {"num_steps": 20, "schedule": "linear"}}, True),
+        ({"algorithm": {"loss": "cispo"}}, True),
+        ({"model": {"dtype": "bfloat16", "scratch": SCRATCH}}, True),
+        ({"task": {"algorithm": {"advantage": "rloo"}}}, True),
+        ({"trainer": {"micro_batch_tokens": 500}}, False),
+        ({"rollout": {"max_tokens": 20}}, False),
+        ({"buffer": {"max_staleness": 3}}, False),
+    ],
+)
+def test_other_training_begins_at_a_checkpoint(
+    tmp_path: Path, changed: dict[str, Any], is_of_training: bool
+) -> None:
+    """Weights of steps that are trained again would not be those that sampled."""
+    config = make_config(tmp_path / "first")
+    now = make_config(tmp_path / "now", **changed)
+    run_dir = killed_run(tmp_path / "run", config)
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    write_journal(run_dir, num_ready=6, num_trained=5)
+    save_checkpoint(checkpoints, 3)
+    if is_of_training:
+        with pytest.raises(ConfigError, match="trained 5 steps and saved 3") as caught:
+            found(run_dir, now, "auto", *changed)
+        assert "press Ctrl-C" in caught.value.way_out
+    else:
+        assert found(run_dir, now, "auto", *changed).version == 3
+    assert found(run_dir, config).version == 3
+    save_checkpoint(checkpoints, 5)
+    assert found(run_dir, now, "auto", *changed).version == 5
 
 
 @pytest.mark.parametrize(

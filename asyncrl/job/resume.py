@@ -133,9 +133,14 @@ def find_resume(
     # Compares every file with its digest here, before any process is started from a
     # damaged checkpoint.
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_valid()
+    num_saved = 0 if checkpoint is None else checkpoint.version
+    _refuse_other_weights(run_dir, num_saved, accepted)
     point = ResumePoint(
         checkpoint,
-        (*(found.what for found in damaged), *accepted),
+        (
+            *(found.what for found in damaged),
+            *(f"resuming with {change}" for change in accepted.values()),
+        ),
         tuple(damaged),
         may_change_model=_is_named("model.path", allow_change),
         may_change_data=any(
@@ -199,7 +204,8 @@ def _refuse_changes(
     now: JobConfig,
     allowed: Collection[str],
     run_dir: Path,
-) -> list[str]:
+) -> dict[str, str]:
+    """Return the accepted changes: key -> text. Raises ConfigError."""
     changed = {
         key: values
         for key, values in changed_keys(before, now).items()
@@ -225,7 +231,35 @@ def _refuse_changes(
             rule="a resumed run computes what the killed one would have",
             way_out=f"restore them, accept the change with {flags}, or start a new run in another --run-dir.",
         )
-    return [f"resuming with {change}" for change in changes.values()]
+    return changes
+
+
+_TRAINING = ("model.dtype", "trainer.", "algorithm.", "critic.")
+
+
+def _refuse_other_weights(
+    run_dir: Path, num_saved: int, changes: Mapping[str, str]
+) -> None:
+    """Raise ConfigError if steps since the checkpoint would be trained again with other
+    settings. Example: tokens of version 8 are in the journal, the checkpoint is of
+    version 6, and with another learning rate version 8 has other weights.
+    """
+    of_training = [
+        change
+        for key, change in changes.items()
+        # task.algorithm or task.NAME.algorithm, too
+        if key.startswith(_TRAINING) or key.endswith(".algorithm")
+    ]
+    num_trained = _count_trained(run_dir, num_saved)
+    if of_training and num_trained > num_saved:
+        raise ConfigError(
+            f"the run in {run_dir} has trained {num_trained} steps and saved {num_saved}, and these settings "
+            f"changed: {'; '.join(of_training)}",
+            rule="a resume trains the steps since the newest checkpoint again, and with other settings they "
+            "give other weights than those that sampled the later tokens",
+            way_out="resume without these changes, press Ctrl-C when it trains, which saves a checkpoint, "
+            "and resume with them.",
+        )
 
 
 def _is_free(key: str, config: JobConfig) -> bool:
@@ -279,12 +313,10 @@ def has_trained_all(
     """Return whether the run is done with all steps. Raises ConfigError if it has
     trained more. `key`: of the setting that gives them.
     """
-    num_trained = num_saved
-    if (journal := journal_path(run_dir)).exists():
-        with reading(journal) as connection:
-            num_trained = max(num_saved, count_trained(connection))
+    num_trained = _count_trained(run_dir, num_saved)
     summary = read_object(run_dir / SUMMARY_FILE, [])
-    if not journal.exists():  # of supervised fine-tuning, perhaps without checkpoints
+    if not journal_path(run_dir).exists():
+        # of supervised fine-tuning, perhaps without checkpoints
         num_trained = max(num_saved, int(summary.get("policy_version") or 0))
     if num_steps < num_trained:
         raise ConfigError(
@@ -295,6 +327,15 @@ def has_trained_all(
     # A run that ended after its last step, but is not done, may lack final/. One that
     # was extended and killed still has the summary and final/ of its earlier end.
     return summary.get("policy_version") == num_steps == num_trained
+
+
+def _count_trained(run_dir: Path, num_saved: int) -> int:
+    """Return the number of steps that checkpoint and journal have."""
+    journal = journal_path(run_dir)
+    if not journal.exists():
+        return num_saved
+    with reading(journal) as connection:
+        return max(num_saved, count_trained(connection))
 
 
 def _longer(run_dir: Path, num_trained: int, key: str) -> str:

@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import sqlite3
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,10 @@ def saved_models(run: Run) -> Iterator[tuple[int, Any]]:
         ]
         shape = {"r": lora["rank"], "lora_alpha": lora["alpha"]}
         adapters = peft.LoraConfig(**shape, target_modules=linear)
-        model = peft.get_peft_model(model, adapters)
+        with warnings.catch_warnings():
+            # An adapter of a tied head is of the head alone.
+            warnings.filterwarnings("ignore", ".*ensure_weight_tying")
+            model = peft.get_peft_model(model, adapters)
     yield 0, copy.deepcopy(model.eval()).to(dtype)
     for version in range(1, run.config["trainer"]["num_steps"]):
         saved = run.folder / f"checkpoints/step_{version}/trainer"

@@ -8,6 +8,7 @@ CpuExecutor.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hmac
 import multiprocessing
 import os
@@ -80,6 +81,7 @@ def patch_worker() -> None:
     patch_rotary()
     patch_supports()
     patch_adapter_products()
+    patch_adapted_experts()
 
 
 def patch_waits() -> None:
@@ -349,6 +351,25 @@ def patch_adapter_products() -> None:
         logits_RV[:, : added_RV.shape[1]] += added_RV.to(logits_RV.dtype)
 
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
+
+
+def patch_adapted_experts() -> None:
+    """Compute experts without adapters also beside layers that have some.
+
+    vLLM 0.32 takes a kernel for adapted experts as soon as adapters are enabled, and
+    this kernel needs Triton. asyncrl has no adapters of experts.
+    """
+    from vllm.lora.layers import fused_moe as adapted
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    select = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+    def select_plain(moe_config: Any) -> object:
+        return select(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+    unquantized_fused_moe_method.select_unquantized_moe_backend = select_plain
+    for layer in (adapted.FusedMoEWithLoRA, adapted.FusedMoE3DWithLoRA):
+        layer.can_replace_layer = lambda **_: False
 
 
 def patch_penalties() -> None:
