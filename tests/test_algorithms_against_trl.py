@@ -22,9 +22,11 @@ from torch import Tensor
 from trainer_cases import batch_of, changed, make_spec
 
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.messages.records import RewardPart
+from asyncrl.messages.records import (
+    RewardPart,
+    total,
+)
 from asyncrl.messages.tokens import Tokens
-from asyncrl.tasks.rewards import total
 from asyncrl.trainer.loss.objective import BatchNumbers, Objective
 from asyncrl.trainer.loss.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.ranks.ranks import ONE_RANK

@@ -18,6 +18,7 @@ from gateway_capture_cases import (
     Play,
     assistant,
     completion,
+    conversation,
     plan,
     user,
 )
@@ -441,17 +442,6 @@ def test_settings_of_run_and_call_reach_the_template(renderer_for: Renderers) ->
 
 
 # ---- credits, and samples that are not trained
-
-
-def conversation(*are_trained: bool) -> Play:
-    """Answers 1, 2 and 3 to a, b and c, as chatcmpl-0 to chatcmpl-2."""
-    play = Play()
-    chat: list[Message] = []
-    for question, answer, is_trained in zip("abc", "123", are_trained, strict=False):
-        chat = [*chat, user(question)]
-        play.answer(plan(play.capture, chat), f"{answer}{END}", is_trained=is_trained)
-        chat = [*chat, assistant(answer)]
-    return play
 
 
 @pytest.mark.parametrize(

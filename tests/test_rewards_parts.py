@@ -21,6 +21,7 @@ from buffer_groups import make_buffer, make_group
 from costly_cases import slow
 from crash_fuzz import differences
 from fakes import FakeScorer
+from gateway_capture_cases import conversation
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from job_runs import read_lines, run, start, wait_for_steps, write_config
@@ -32,14 +33,27 @@ from scorer_cases import PROMPT, TOKENIZER, make_scorer, sampled
 from asyncrl.base.errors import ConfigError, RewardFailure, TaskError
 from asyncrl.config import AlgorithmConfig, TaskConfig
 from asyncrl.job.check.reward_trial import try_reward
-from asyncrl.messages.records import Outcome, RewardPart
+from asyncrl.journal.schema import decode_trajectory, encode_trajectory
+from asyncrl.messages.records import (
+    Batch,
+    Credit,
+    Group,
+    GroupId,
+    Outcome,
+    RewardPart,
+    total,
+)
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.observe.show import render_inspect as inspect
 from asyncrl.rollouts.evaluation import EvalResult
-from asyncrl.rollouts.rollout import with_outcome
+from asyncrl.rollouts.rollout import weighted_outcome, with_outcome
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl.tasks.rewards import UserCodeFailed, as_reward, total, weighted
-from asyncrl.trainer.loss.objective import Compare, Unit
+from asyncrl.tasks.rewards import (
+    UserCodeFailed,
+    as_reward,
+    weighted,
+)
+from asyncrl.trainer.loss.objective import Compare, Unit, find_units
 from asyncrl.trainer.trainer_client import pack_groups
 from examples.harbor.trial import parts_of
 
@@ -335,6 +349,89 @@ def test_harness_gives_parts_with_weights_of_its_own_or_of_the_task() -> None:
         "its harness or a post returned the parts test; task.reward_weights names tests"
     )
     assert said in str(failed.failure)
+
+
+TURNS = {
+    "chatcmpl-0": {"tool": 1.0, "style": None},
+    "chatcmpl-1": {"tool": 0.0, "style": 0.5},
+}
+WRONG_TURNS: list[tuple[Any, dict[str, float], str]] = [
+    ({"a": {"tool": 1.0}, "b": {"style": 1.0}}, {}, "with other parts: style and tool"),
+    ({"a": {"tool": 1.0}, "b": 1.0}, {}, "with other parts: none and tool"),
+    ({"a": {"style": 1.0}}, {"tool": 0.5}, "task.reward_weights names tool"),
+]
+
+
+def test_turns_earn_parts_and_the_rollout_their_means() -> None:
+    host = FakeHost(Outcome(turn_rewards=TURNS))
+    host.weights = {"tool": 0.25}
+    (branch,) = run_harness(host)
+    assert branch.parts == {"tool": RewardPart(0.5, 0.25), "style": RewardPart(0.5)}
+    assert branch.reward == 0.625
+    plain = FakeHost(Outcome(turn_rewards={"a": 1.0, "b": 0.0}))
+    plain.weights = {"tool": 0.25}
+    (branch,) = run_harness(plain)
+    assert (branch.reward, branch.parts) == (0.5, {})
+
+
+@pytest.mark.parametrize(("turns", "weights", "said"), WRONG_TURNS)
+def test_turns_with_other_parts_fail_the_rollout(
+    turns: Any, weights: dict[str, float], said: str
+) -> None:
+    host = FakeHost(Outcome(turn_rewards=turns))
+    host.weights = weights
+    assert said in str(run_harness(host).failure)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_parts_of_turns_reach_the_trainer_and_gdpo(later: bool) -> None:
+    """In one group, the turns of two rollouts are four samples."""
+    given = [[(1.0, 0.2), (0.0, 0.8)], [(1.0, 0.6), (1.0, 0.1)]]
+    branches = []
+    for sample, turns in enumerate(given):
+        capture = conversation(*(True for _ in turns)).capture
+        rewards = {
+            f"chatcmpl-{number}": {"exact": exact, "form": form}
+            for number, (exact, form) in enumerate(turns)
+        }
+        outcome = Outcome(turn_rewards=rewards)
+        known = weighted_outcome(outcome, {"form": 0.5})
+        (branch,) = capture.rollout(sample, known, 0.0)
+        if later:
+            (bare,) = capture.rollout(sample, Outcome(), 0.0)
+            unpaid = (replace(bare, awaits="digest"),)
+            (paid,) = with_outcome(unpaid, outcome, {"form": 0.5})
+            assert paid.credits == branch.credits
+            branch = paid
+        blob = encode_trajectory(0, branch)
+        again = decode_trajectory(blob, 0, sample, 0)
+        assert again.credits == branch.credits
+        branches.append(again)
+    group = Group(GroupId(0), PROMPT, tuple(branches))
+    header, arrays = pack_groups(Batch(0, (group,), 0))
+    header, arrays = unpack_batch(pack_batch(header, arrays))
+    units, _ = find_units(header, len(arrays))
+    reward_B = torch.tensor([unit.reward for unit in units], dtype=torch.float64)
+    found = Compare(AlgorithmConfig(**GDPO))(units, reward_B).tolist()  # type: ignore[arg-type]
+    rows: Groups = [
+        [{"exact": exact, "form": form} for turns in given for exact, form in turns]
+    ]
+    assert found == pytest.approx(plain_gdpo(rows, {"form": 0.5}, *TRL), abs=1e-6)
+
+
+def test_filter_compares_the_parts_of_turns() -> None:
+    """The means of both rollouts are equal, and their turns are not."""
+    buffer = make_buffer(filter="equal_rewards", compares_parts=True)
+    buffer.admit_nowait()
+    group = make_group(0, [0], [0], rewards=[0.5, 0.5])
+    rows = [{"exact": 1.0, "form": 0.0}, {"exact": 0.0, "form": 1.0}]
+    credits = tuple(
+        Credit(place, place + 1, 0.0, place).paid(as_reward(row))
+        for place, row in enumerate(rows)
+    )
+    branches = [replace(one, credits=credits) for one in group.trajectories]
+    group = replace(group, trajectories=tuple(branches))
+    assert buffer.finish_nowait(group) == "ready"
 
 
 def test_results_of_harbor_are_parts_beside_the_reward() -> None:

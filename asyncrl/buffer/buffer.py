@@ -13,11 +13,13 @@ from asyncrl.buffer.staleness import WAIT_CAUSES, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
 from asyncrl.messages.records import (
     Batch,
+    Credit,
     Finished,
     Group,
     GroupId,
     Prompt,
     Ticket,
+    Trajectory,
     by_task,
     part_of,
 )
@@ -459,14 +461,17 @@ def _versions(group: Group) -> tuple[int, int]:
 
 
 def parts_of(group: Group) -> dict[str, set[float]]:
-    """Return the values of each part of the reward: 0 for a rollout without parts, which
-    a limit cut; a part that applies to no rollout has one value.
+    """Return the values of each part of the reward: of the rollouts, or of credits if
+    these have parts. 0 for a rollout without parts, which a limit cut; a part that
+    applies to no rollout has one value.
     """
     found = dict[str, set[float]]()
-    for name in {name: 0 for one in group.trajectories for name in one.parts}:
-        values = [
-            one.parts[name].value if one.parts else 0.0 for one in group.trajectories
-        ]
+    paid = list[Trajectory | Credit]()
+    for trajectory in group.trajectories:
+        by_turn = any(credit.parts for credit in trajectory.credits)
+        paid += trajectory.credits if by_turn else [trajectory]
+    for name in {name: 0 for one in paid for name in one.parts}:
+        values = [one.parts[name].value if one.parts else 0.0 for one in paid]
         found[name] = {value for value in values if value is not None} or {0.0}
     return found
 

@@ -55,6 +55,7 @@ from asyncrl.rollouts.rollout import (
     earning,
     how_failed,
     own_reward,
+    weighted_outcome,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.sources import make_prompt_source
@@ -315,6 +316,7 @@ class UserKey:
         """Record a posted outcome. Raises RolloutFailure if it does not fit the
         samples.
         """
+        outcome = weighted_outcome(outcome)
         reward = own_reward(outcome)
         session = self._session
         # First, since an outcome that does not fit raises here. Then the session is

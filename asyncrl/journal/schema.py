@@ -334,12 +334,18 @@ def _row(record: Credit | PolicyCall) -> list[object]:
     return [getattr(record, name) for name in record.__slots__]
 
 
+def _parts(rows: Mapping[str, Any]) -> dict[str, RewardPart]:
+    return {name: RewardPart(*row) for name, row in rows.items()}
+
+
 def decode_trajectory(
     blob: bytes, group_id: int, sample_index: int, branch: int
 ) -> Trajectory:
     """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
     tokens, head = _decode(blob, (group_id, sample_index, branch))
-    credits = tuple(Credit(*credit) for credit in head.pop("credits"))
+    credits = list[Credit]()
+    for start, end, reward, unit, state, given in head.pop("credits"):
+        credits.append(Credit(start, end, reward, unit, state, _parts(given)))
     calls = list[PolicyCall]()
     for row in head.pop("calls"):
         call = PolicyCall(*row)
@@ -347,12 +353,12 @@ def decode_trajectory(
             replace(call, tools=tuple((name, tool) for name, tool in call.tools))
         )
     untrained = tuple((name, agent) for name, agent in head.pop("untrained"))
-    parts = {name: RewardPart(*part) for name, part in head.pop("parts").items()}
+    parts = _parts(head.pop("parts"))
     return Trajectory(
         sample_index=sample_index,
         tokens=tokens,
         branch=branch,
-        credits=credits,
+        credits=tuple(credits),
         calls=tuple(calls),
         untrained=untrained,
         parts=parts,

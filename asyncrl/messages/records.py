@@ -6,10 +6,19 @@ first sampled token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NewType,
+    cast,
+)
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -39,6 +48,18 @@ class RewardPart(NamedTuple):
 
     value: Number | None
     weight: Number = 1.0
+
+
+Reward = float | Mapping[str, RewardPart]
+
+
+def total(reward: Reward) -> float:
+    """Return the weighted sum of the parts that apply, in any order the same bits."""
+    if not isinstance(reward, Mapping):
+        return reward
+    return math.fsum(
+        part.value * part.weight for part in reward.values() if part.value is not None
+    )
 
 
 State = Annotated[str, Field(min_length=1, max_length=256)]
@@ -199,7 +220,8 @@ class Credit:
     With algorithm.turn_discount, units are turns and ascend in the order of the calls,
     and a turn without trained tokens is empty. `state`: equal for turns that started
     from the same state ('' = unknown). Without it, `state` is the role of the agent: a
-    sample is compared with the samples of its role.
+    sample is compared with the samples of its role. `parts`: what the reward is the sum
+    of, if it has several.
     """
 
     start: int
@@ -207,6 +229,12 @@ class Credit:
     reward: float
     unit: int
     state: str = ""
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+
+    def paid(self, reward: Reward) -> Credit:
+        """Return it with this reward."""
+        parts = reward if isinstance(reward, Mapping) else {}
+        return replace(self, reward=total(reward), parts=parts)
 
 
 # Not frozen, and never changed, like Completion and Trajectory: each rollout makes them,
@@ -302,8 +330,8 @@ class Outcome:
 
     `reward` None: the task's reward function scores the last completion. A mapping
     gives parts, which are summed by their weights. `turn_rewards`
-    maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards:
-    each completion is a separate sample of the advantage. `roles` maps agents to names
+    maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards,
+    or their parts: each completion is a separate sample of the advantage. `roles` maps agents to names
     that are the same in all rollouts of a group: samples are then compared by role
     (default: an agent's name; without any, all are compared). `turn_states` maps
     completion ids to the state before the turn, for algorithm.turn_discount; of the
@@ -321,11 +349,16 @@ class Outcome:
     metrics: Annotated[Mapping[str, Number], Field(max_length=MAX_METRICS)] = field(
         default_factory=dict
     )
-    turn_rewards: Mapping[str, Number] = field(default_factory=dict)
+    turn_rewards: Mapping[str, GivenReward] = field(default_factory=dict)
     turn_states: Mapping[str, State] = field(default_factory=dict)
     roles: Mapping[str, State] = field(default_factory=dict)
     untrained: tuple[State, ...] = ()
     timed_out: bool = False
+
+    @property
+    def earned(self) -> Mapping[str, Reward]:
+        """Turn rewards whose parts have weights (weighted_outcome of rollouts)."""
+        return cast(Mapping[str, Reward], self.turn_rewards)
 
 
 @dataclass(frozen=True, slots=True)

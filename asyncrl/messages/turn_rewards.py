@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.base.failures import FailureKind
-from asyncrl.messages.records import MAIN_AGENT, Credit, Outcome, Rollout, Trajectory
+from asyncrl.messages.records import (
+    MAIN_AGENT,
+    Credit,
+    Outcome,
+    Reward,
+    Rollout,
+    Trajectory,
+)
 
 
 def above(agent: str) -> Iterator[str]:
@@ -24,7 +31,7 @@ def by_completion(
     """Return an outcome whose rewards of agents are rewards of their completions, with
     the roles of these. `agents`: of each completion. Raises RolloutFailure.
     """
-    rewards = outcome.turn_rewards
+    rewards = outcome.earned
     # A client sets the header: the name of a completion is never an agent's.
     known = {MAIN_AGENT}.union(*map(above, agents.values()))
     paid = (rewards.keys() & known) - agents.keys()
@@ -60,8 +67,8 @@ def by_completion(
 
 
 def _reward_of(
-    agent: str, rewards: Mapping[str, float], paid: Set[str]
-) -> float | None:
+    agent: str, rewards: Mapping[str, Reward], paid: Set[str]
+) -> Reward | None:
     """Return an agent's reward: its own, or that of the nearest agent above it.
 
     Example: the rewards are of main and searcher.
@@ -79,7 +86,7 @@ def _reward_of(
 
 
 def check_names(
-    rewards: Mapping[str, float], trained: Set[str], known: Collection[str]
+    rewards: Mapping[str, Reward], trained: Set[str], known: Collection[str]
 ) -> None:
     """Raise RolloutFailure unless every trained completion has a reward, and every name
     exists. A missing or misspelled name would silently change the advantages.
@@ -104,7 +111,7 @@ def with_turn_rewards(rollout: Rollout, outcome: Outcome) -> Rollout:
     # Without turn_discount a rollout has credits only with turn_rewards.
     by_turn = any(branch.credits for branch in rollout)
     outcome = by_completion(outcome, agents, by_turn=by_turn)
-    rewards = outcome.turn_rewards
+    rewards = outcome.earned
     check_names(rewards, agents.keys() - untrained.keys(), agents)
     found = list[Trajectory]()
     units = itertools.count()
@@ -119,7 +126,7 @@ def with_turn_rewards(rollout: Rollout, outcome: Outcome) -> Rollout:
         elif branch.branch == 0:  # it has the untrained turns
             names += untrained
         paid = [
-            replace(credit, reward=rewards.get(name, 0.0))
+            credit.paid(rewards.get(name, 0.0))
             for credit, name in zip(credits, names, strict=True)
         ]
         found.append(replace(branch, credits=tuple(paid)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -14,6 +16,17 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     default = "bfloat16" if is_cuda else "float32"
     chosen: torch.dtype = getattr(torch, default if dtype == "auto" else dtype)
     return torch.device("cuda" if is_cuda else "cpu"), chosen
+
+
+def own_memory(model: nn.Module) -> None:
+    """Copy the model's tensors that are pages of its file.
+
+    No offload can free these pages. And they begin anywhere in a cache line, by which
+    kernels round on CPUs without AVX-512: a push or a sleep would change bits.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
 
 
 def pinned(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

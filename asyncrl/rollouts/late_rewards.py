@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -294,16 +295,11 @@ def _unknown() -> Refused:
 
 def _rewards_of(outcome: Outcome) -> dict[str, Any]:
     """Return what a repeated post must have again, as JSON."""
-    reward: Any = outcome.reward
-    if isinstance(reward, Mapping):
-        reward = {
-            name: list(part) if isinstance(part, tuple) else part
-            for name, part in reward.items()
-        }
-    rewards: dict[str, Any] = {"reward": reward}
+    rewards: dict[str, Any] = {"reward": outcome.reward}
     if outcome.turn_rewards:
-        rewards["turn_rewards"] = dict(outcome.turn_rewards)
-    return rewards
+        rewards["turn_rewards"] = outcome.turn_rewards
+    found: dict[str, Any] = json.loads(json.dumps(rewards))
+    return found
 
 
 def _other(rollout_id: object, known: dict[str, Any], outcome: Outcome) -> Refused:

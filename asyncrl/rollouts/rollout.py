@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import fmean
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,13 @@ from asyncrl.messages.records import (
     Outcome,
     PolicyCall,
     Prompt,
+    Reward,
+    RewardPart,
     Rollout,
     SessionRules,
     Trajectory,
     Work,
+    total,
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.turn_rewards import with_turn_rewards
@@ -54,11 +57,9 @@ from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.rewards import (
-    Reward,
     UnreadableAnswer,
     UserCodeFailed,
     as_reward,
-    total,
     weighted,
 )
 from asyncrl.tasks.scorer import Scorers, TaskScorer
@@ -669,6 +670,7 @@ class HarnessGenerator:
             # would still change it.
             session.end_nowait(ends)
 
+        outcome = weighted_outcome(outcome, scorer.weights)
         rollout = functools.partial(
             session.rollout, index, outcome, by_turn=self.by_turn
         )
@@ -695,7 +697,7 @@ class HarnessGenerator:
                 return posted_later(digest)
             if is_cut and not scorer.has_score:
                 return rollout(0.0)
-            reward = own_reward(outcome, scorer.weights)
+            reward = own_reward(outcome)
             if reward is not None:
                 return earning(rollout, reward)
             completion = session.last_completion()
@@ -881,7 +883,8 @@ def with_outcome(
     """Give a rollout the reward that was posted later. `weights`: of its parts. Raises
     RolloutFailure if its turn_rewards, or names of parts, do not fit.
     """
-    reward = own_reward(outcome, weights)
+    outcome = weighted_outcome(outcome, weights)
+    reward = own_reward(outcome)
     assert reward is not None, "a posted outcome has a reward"
     if outcome.turn_rewards:
         credited = with_turn_rewards(rollout, outcome)
@@ -922,15 +925,29 @@ def _with_reward(rollout: Rollout, reward: float) -> Rollout:
     return tuple(paid)
 
 
-def own_reward(outcome: Outcome, weights: Mapping[str, float] = {}) -> Reward | None:
-    """Return the harness's reward, else the mean of its rewards by turn; None: the task
-    scores. `weights`: of the reward's parts. Raises RewardFailure if they name others.
+def weighted_outcome(outcome: Outcome, weights: Mapping[str, float] = {}) -> Outcome:
+    """Return an outcome whose rewards are numbers, or parts with their weights. Raises
+    RewardFailure for `weights` of other parts, and for turns with other parts.
     """
-    turns = list(outcome.turn_rewards.values())
-    reward: Reward | None = sum(turns) / len(turns) if turns else None
+
+    def converted(given: object) -> Reward:
+        reward = as_reward(given)
+        return reward if isinstance(reward, float) else weighted(reward, weights)
+
     try:
-        if outcome.reward is not None:
-            reward = weighted(as_reward(outcome.reward), weights)
+        reward = outcome.reward
+        if reward is not None:
+            reward = weighted(as_reward(reward), weights)
+        turns = {name: converted(one) for name, one in outcome.turn_rewards.items()}
+        names = {frozenset(_parts_of(one)) for one in turns.values()}
+        if len(names) > 1:
+            named = " and ".join(
+                sorted(", ".join(sorted(one)) or "none" for one in names)
+            )
+            raise UserCodeFailed(
+                f"returned turn_rewards with other parts: {named}",
+                kind=FailureKind.CORRUPT_RESULT,
+            )
     except UserCodeFailed as failure:
         raise RewardFailure(
             f"its harness or a post {failure}",
@@ -938,7 +955,31 @@ def own_reward(outcome: Outcome, weights: Mapping[str, float] = {}) -> Reward | 
             way_out="correct its names, or task.reward_weights.",
             kind=failure.kind,
         ) from failure
-    return reward
+    return replace(outcome, reward=reward, turn_rewards=turns)
+
+
+def own_reward(outcome: Outcome) -> Reward | None:
+    """Return the harness's reward, else the mean of its rewards by turn, of each part
+    over the turns to which it applies; None: the task scores. `outcome`: a weighted one.
+    """
+    if outcome.reward is not None:
+        return cast(Reward, outcome.reward)
+    turns = [*outcome.earned.values()]
+    if not turns:
+        return None
+    parts = _parts_of(turns[0])
+    if not parts:
+        return fmean(map(total, turns))
+    means = dict[str, RewardPart]()
+    for name, part in parts.items():
+        of_turns = [_parts_of(one)[name].value for one in turns]
+        values = [value for value in of_turns if value is not None]
+        means[name] = part._replace(value=fmean(values) if values else None)
+    return means
+
+
+def _parts_of(reward: Reward) -> Mapping[str, RewardPart]:
+    return reward if isinstance(reward, Mapping) else {}
 
 
 @dataclass(frozen=True, slots=True)

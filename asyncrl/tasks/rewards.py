@@ -29,17 +29,15 @@ from asyncrl.messages.records import (
     MAX_METRICS,
     Completion,
     Prompt,
+    Reward,
     RewardPart,
+    total,
 )
 from asyncrl.messages.tokens import NO_COMPLETION
 
 # Three digits of exponent at most, as the number is written out in full.
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
-Reward = float | Mapping[str, RewardPart]
-"""Return value of a reward function, its parts by name, or a list of one number per
-sampled token.
-"""
 MAX_SPANS = 1024
 """Spans of equal rewards in a completion: each is a sample of the advantage, and
 travels as its own object.
@@ -340,15 +338,6 @@ def weighted(reward: Reward, weights: Mapping[str, float]) -> Reward:
         raise _corrupt(f"{said}; task.reward_weights names {', '.join(unknown)}")
     as_number(total(parts))  # may be too large
     return parts or reward
-
-
-def total(reward: Reward) -> float:
-    """Return the weighted sum of the parts that apply, in any order the same bits."""
-    if isinstance(reward, float):
-        return reward
-    return math.fsum(
-        part.value * part.weight for part in reward.values() if part.value is not None
-    )
 
 
 def as_number(value: object) -> float:

@@ -22,12 +22,16 @@ from asyncrl.base.signals import END, STOPS, blocked, ignore_stops
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Completion, Prompt, by_task
+from asyncrl.messages.records import (
+    Completion,
+    Prompt,
+    Reward,
+    by_task,
+)
 from asyncrl.messages.tokens import BEHAVIOUR, NO_COMPLETION
 from asyncrl.messages.worker_api import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import (
     Completions,
-    Reward,
     RewardFunction,
     UnreadableAnswer,
     UserCodeFailed,

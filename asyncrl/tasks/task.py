@@ -17,8 +17,14 @@ from asyncrl.base.errors import ConfigError, Message, first_fault
 from asyncrl.base.progress import LongWork, told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import Reward, RewardFunction, reference_text
+from asyncrl.messages.records import (
+    Prompt,
+    Reward,
+)
+from asyncrl.tasks.rewards import (
+    RewardFunction,
+    reference_text,
+)
 
 Content = str | Sequence[Mapping[str, str]]
 """Text of the user, or chat messages with `role` and `content`."""

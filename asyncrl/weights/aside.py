@@ -118,16 +118,14 @@ class Aside:
         return bool(self._copies)
 
     def send_away(self, tensors: Iterable[Tensor]) -> TransferStats:
-        """Free the memory of `tensors`. Raises Refused (507)."""
+        """Free the memory of `tensors`, which is their own (own_memory). Raises Refused
+        (507).
+        """
         started_s = time.perf_counter()
         num_bytes = 0
         if not self.is_away:
             moved = list(tensors)
             try:
-                for tensor in moved:
-                    # Weights may be pages of the model's file, which nothing resizes.
-                    if not tensor.untyped_storage().resizable():
-                        tensor.data = tensor.data.clone()
                 copies = copy_out(moved, self._device, self._memory)
             except (OSError, MemoryError, RuntimeError) as error:
                 raise _refused("leave its device", error) from error

@@ -167,3 +167,14 @@ def check_trained(
     assert sorted(trained) == [
         (n, list(prompt), list(ids)) for n, (prompt, ids) in enumerate(sampled, 1)
     ]
+
+
+def conversation(*are_trained: bool) -> Play:
+    """Answers 1, 2 and 3 to a, b and c, as chatcmpl-0 to chatcmpl-2."""
+    play = Play()
+    chat: list[Message] = []
+    for question, answer, is_trained in zip("abc", "123", are_trained, strict=False):
+        chat = [*chat, user(question)]
+        play.answer(plan(play.capture, chat), f"{answer}{END}", is_trained=is_trained)
+        chat = [*chat, assistant(answer)]
+    return play

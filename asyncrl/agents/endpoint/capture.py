@@ -38,14 +38,16 @@ from asyncrl.messages.records import (
     Credit,
     Outcome,
     PolicyCall,
+    Reward,
     Rollout,
     Trajectory,
+    total,
 )
 from asyncrl.messages.tokens import EMPTY, Tokens, in_journal
 from asyncrl.messages.turn_rewards import check_names
 from asyncrl.messages.worker_api import CONTEXT_TOKENS, ChatTokenizer, decode_after
 
-Earned = tuple[float, int, str]
+Earned = tuple[Reward, int, str]
 """Reward, unit and state of a Credit."""
 
 
@@ -335,7 +337,7 @@ class Capture:
                 rule=rule,
                 way_out="let it call the model with its session's key.",
             )
-        rewards = outcome.turn_rewards
+        rewards = outcome.earned
         if rewards:
             names = [node.name for node in nodes]
             check_names(rewards, {node.name for node in trained}, names)
@@ -349,7 +351,7 @@ class Capture:
             credited = _turns(nodes, outcome, reward)
             # None of their tokens has a loss, but earlier turns earn their rewards too.
             untrained = [
-                Credit(0, 0, *credited[node]) for node in nodes if node not in trained
+                _credit(0, 0, credited[node]) for node in nodes if node not in trained
             ]
         rollout = list[Trajectory]()
         seen = set[ChatNode]()
@@ -406,7 +408,7 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
         # only between answers that are equal in everything else.
         own[node] = (
             *node.content,
-            outcome.turn_rewards.get(node.name, 0.0),
+            total(outcome.earned.get(node.name, 0.0)),
             node in parents,
             engines,
         )
@@ -436,8 +438,13 @@ def _branch(
         # as_context() keeps values that a read token has too, such as its experts.
         parts.append(node.tokens if is_trained else node.tokens.as_context())
         if is_trained and node in credited:
-            credits.append(Credit(start, end, *credited[node]))
+            credits.append(_credit(start, end, credited[node]))
     return Tokens.join(parts), credits, calls
+
+
+def _credit(start: int, end: int, earned: Earned) -> Credit:
+    reward, unit, state = earned
+    return Credit(start, end, 0.0, unit, state).paid(reward)
 
 
 def _turns(
@@ -445,7 +452,7 @@ def _turns(
 ) -> dict[ChatNode, Earned]:
     """Return the credit of each completion as a turn. Raises RolloutFailure."""
     last = max(nodes, key=lambda node: node.order)
-    rewards = outcome.turn_rewards or {last.name: reward}
+    rewards = outcome.earned or {last.name: reward}
     states = outcome.turn_states
     if unknown := states.keys() - {node.name for node in nodes}:
         raise RolloutFailure(

@@ -27,8 +27,16 @@ from asyncrl.base.errors import (
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.base.waits import waiting, within
 from asyncrl.extensions.scoring.judge_config import PLACES, JudgeConfig
-from asyncrl.messages.records import Prompt, RewardPart
-from asyncrl.tasks.rewards import Completions, Reward, UserCodeFailed, user_code
+from asyncrl.messages.records import (
+    Prompt,
+    Reward,
+    RewardPart,
+)
+from asyncrl.tasks.rewards import (
+    Completions,
+    UserCodeFailed,
+    user_code,
+)
 from asyncrl.tasks.scorer import AskedScorer
 
 if TYPE_CHECKING:

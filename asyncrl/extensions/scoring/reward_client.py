@@ -15,8 +15,13 @@ from asyncrl.extensions.scoring.reward_model_config import (
     RewardModelConfig,
 )
 from asyncrl.extensions.scoring.scoring_api import RewardRequest, RewardResponse
-from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import Completions, Reward
+from asyncrl.messages.records import (
+    Prompt,
+    Reward,
+)
+from asyncrl.tasks.rewards import (
+    Completions,
+)
 from asyncrl.tasks.scorer import AskedScorer, ClientsOf
 
 KEY = "task.reward.model"

@@ -18,10 +18,12 @@ from asyncrl.config import RunConfig, TaskConfig
 from asyncrl.config.run_config import key_of
 from asyncrl.job.check.config_warnings import tried_prompts
 from asyncrl.job.check.found import Found
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import (
+    Prompt,
+    Reward,
+)
 from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.tasks.rewards import (
-    Reward,
     UnreadableAnswer,
     UserCodeFailed,
     call,

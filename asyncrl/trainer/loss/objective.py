@@ -130,7 +130,7 @@ def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None
 
 class Unit(NamedTuple):
     """A unit of the advantage: a rollout, `sample` of its group, or the unit `number` of
-    its credits. `parts`: of the reward; a unit of credits has none.
+    its credits. `parts`: of the reward.
     """
 
     reward: float
@@ -149,7 +149,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[Unit], IntN]:
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
         # Without credits, all branches of a rollout are one unit, which has its reward.
-        whole = Credit(0, entry.end - entry.start, entry.reward, -1)
+        num = entry.end - entry.start
+        whole = Credit(0, num, entry.reward, -1, parts=entry.parts)
         for credit in entry.credits or [whole]:
             # The branch is not part of the key: a unit that several branches repeat
             # gets one advantage.
@@ -157,8 +158,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[Unit], IntN]:
             if key not in numbers:
                 numbers[key] = len(units)
                 task = task_of(entry.prompt_id)
-                parts = {} if entry.credits else entry.parts
-                units.append(Unit(credit.reward, *key, credit.state, task, parts))
+                state, parts = credit.state, credit.parts
+                units.append(Unit(credit.reward, *key, state, task, parts))
             start = entry.start + credit.start
             unit_N[start : entry.start + credit.end] = numbers[key]
     return units, unit_N

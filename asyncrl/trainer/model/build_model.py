@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.engine_kinds import engines_with
 from asyncrl.messages.tokens import NO_EXPERT
-from asyncrl.models.devices import choose_device
+from asyncrl.models.devices import choose_device, own_memory
 from asyncrl.models.loading import (
     CONVERSIONS,
     load_language_model,
@@ -67,9 +67,7 @@ def load_model(
         model = load_language_model(
             folder, needs_head=needs_head, dtype=dtype or stored_dtype(folder)
         )
-    for parameter in model.parameters():  # an offload cannot free a mapped file
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
+    own_memory(model)
     return model.eval()  # dropout would change logprobs
 
 

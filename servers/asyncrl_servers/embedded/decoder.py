@@ -22,7 +22,7 @@ from asyncrl.base.http import Refused, fail
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import SUPPORT, TOP_IDS, TOP_LOGPROBS
-from asyncrl.models.devices import choose_device, to_device
+from asyncrl.models.devices import choose_device, own_memory, to_device
 from asyncrl.models.loading import load_language_model, loading
 from asyncrl.models.low_rank import LowRank, find_targets, noted_calls
 from asyncrl.models.rope_lengths import refuse_lengths
@@ -105,6 +105,7 @@ class LoadedModel:
                 self.folder, dtype=self.dtype, attn_implementation="eager"
             )
             self.model = model.to(self.device).eval().requires_grad_(False)
+        own_memory(self.model)
         self.adapters = dict[str, Tensor]()
         """A and B of each adapted layer, by module and suffix. Zero at first."""
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings

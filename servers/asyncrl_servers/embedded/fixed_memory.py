@@ -211,16 +211,13 @@ class FixedMemory:
 class FixedTensors:
     """Existing tensors, moved into a FixedMemory.
 
-    Storages move whole, so tied or merged weights stay views of one tensor.
+    Storages move whole, so tied or merged weights stay views of one tensor. None may be
+    pages of a file (own_memory).
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Raises MemoryError, OSError and RuntimeError; then nothing has moved."""
         self._tensors = list(tensors)
-        for tensor in self._tensors:
-            # Weights may be pages of the model's file, which nothing frees.
-            if not tensor.untyped_storage().resizable():
-                tensor.data = tensor.data.clone()
         # Through the host: both at once may not fit on the device.
         beside = HostMemory(device)
         copies = copy_out(self._tensors, device, beside)

@@ -37,6 +37,7 @@ from asyncrl.base.http import (
 )
 from asyncrl.extensions.scoring.scoring_api import RewardRequest, RewardResponse
 from asyncrl.messages.engine_api import EngineHealth, TransferStats, WakeRequest
+from asyncrl.models.devices import own_memory
 from asyncrl.weights.aside import Aside
 
 KEY = "task.reward.model"
@@ -91,6 +92,7 @@ class RewardModel:
             )
         self._model: PreTrainedModel = model.to(self._device).eval()
         self._model.requires_grad_(False)
+        own_memory(self._model)
         self._pad_id: int | None = model.config.get_text_config().pad_token_id
         # A CPU's kernels round by the shape of the batch, and batches follow from timing.
         # One text a batch gives the same bits in every run. Without a padding id a
