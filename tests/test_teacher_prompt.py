@@ -1,5 +1,5 @@
-"""A teacher's own prompt: its tokens with every chat template, its columns, and TRL's
-loss on the same batch.
+"""A teacher's own prompt: its tokens with every chat template, its columns, and the
+losses of TRL and tinker-cookbook on the same batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher import Scoring, Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
-from asyncrl.messages.records import Prompt, Rollout, VersionSpan
+from asyncrl.messages.records import Prompt, Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import BEHAVIOUR, TEACHER, Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -347,12 +347,17 @@ def trl_batch(
     return made, inputs | builder.build(prompts, [*EXPERTS], *both)
 
 
-# TRL's import is no warning of ours.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.xdist_group("trl")
-def test_loss_of_a_teacher_that_knows_more_equals_trls_sdft(
-    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+class Lesson(NamedTuple):
+    """Sampled answers, and their rollouts with the scores of a teacher that knows more."""
+
+    teacher: Any
+    student: Any
+    completions: list[list[int]]
+    branches: list[Trajectory]
+
+
+@pytest.fixture
+def lesson(tiny_model_dir: Path, tmp_path: Path) -> Lesson:
     folder = make_tiny_model(tmp_path / "teacher", seed=1)
     teacher_model, student_model = (
         AutoModelForCausalLM.from_pretrained(path) for path in (folder, tiny_model_dir)
@@ -397,6 +402,16 @@ def test_loss_of_a_teacher_that_knows_more_equals_trls_sdft(
 
     with engine_process("scoring.teacher_server", spec, tmp_path / "server") as server:
         branches = [branch for (branch,) in asyncio.run(story(server.url))]
+    return Lesson(teacher_model, student_model, completions, branches)
+
+
+# TRL's import is no warning of ours.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.xdist_group("trl")
+def test_loss_of_a_teacher_that_knows_more_equals_trls_sdft(
+    lesson: Lesson, make_step: MakeStep, tiny_model_dir: Path
+) -> None:
+    teacher_model, student_model, completions, branches = lesson
     rows = [(one.token_ids.tolist(), one.loss_mask.tolist()) for one in branches]
     header, _ = batch_of([rows])
     arrays = Tokens.join([one.tokens for one in branches])
@@ -421,19 +436,69 @@ def test_loss_of_a_teacher_that_knows_more_equals_trls_sdft(
             torch.testing.assert_close(
                 step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-5
             )
-    # The cookbook's sdft.py: an advantage of teacher - student for each sampled token.
-    trainer, inputs = trl_batch(student_model, tiny_model_dir, completions)
-    with torch.no_grad():
-        logits_BTV = teacher_model(
-            input_ids=inputs["teacher_input_ids"],
-            attention_mask=inputs["teacher_attention_mask"],
-        ).logits
-    for row, (branch, sampled) in enumerate(zip(branches, completions, strict=True)):
-        width = inputs["completion_ids"].shape[1]
-        scores = torch.log_softmax(logits_BTV[row, -width - 1 : -1] / TEMPERATURE, -1)
-        expected = scores[range(len(sampled)), sampled].numpy()
-        advantages = taught(branch.tokens) - branch.tokens.behaviour_logprobs
-        drawn = branch.tokens.behaviour_logprobs[branch.loss_mask]
+
+
+class PlainTeacher:
+    """What the cookbook asks of tinker's SamplingClient, by plain transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def compute_logprobs(self, given: Any) -> Any:
+        ids = torch.tensor(given.to_ints())
+        with torch.no_grad():
+            logits_TV = self._model(ids[None]).logits[0] / TEMPERATURE
+        scores_TV = torch.log_softmax(logits_TV, -1)[:-1]
+        logprobs = scores_TV.gather(1, ids[1:, None])[:, 0].tolist()
+
+        async def answer() -> list[float | None]:
+            return [None, *logprobs]
+
+        return SimpleNamespace(coroutine=answer)
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")
+def test_advantages_of_a_teacher_that_knows_more_equal_the_cookbooks(
+    lesson: Lesson, tiny_model_dir: Path
+) -> None:
+    """pip install --no-deps --target DIR tinker-cookbook tinker chz tml-renderers pyrage
+    blobfile termcolor pycryptodomex; PYTHONPATH=DIR. Its other dependencies are ours.
+    """
+    why = "tinker-cookbook is not on the path"
+    sdft = pytest.importorskip("tinker_cookbook.distillation.sdft", reason=why)
+    import tinker
+
+    ours = HFChatTokenizer(tiny_model_dir)
+    chats = [
+        [{"role": "user", "content": f"{text}\n\n{expert}"}]
+        for text, expert in zip(QUESTIONS, EXPERTS, strict=True)
+    ]
+    teacher_prompts = [
+        tinker.ModelInput.from_ints([*map(int, ours.encode_chat(chat))])
+        for chat in chats
+    ]
+    data = []
+    for branch in lesson.branches:
+        # Position t predicts token t + 1.
+        shifted = {
+            "target_tokens": torch.tensor(branch.token_ids[1:], dtype=torch.int64),
+            "mask": torch.tensor(branch.loss_mask[1:], dtype=torch.float32),
+            "logprobs": torch.tensor(branch.tokens.behaviour_logprobs[1:]),
+        }
+        tensors = {
+            name: tinker.TensorData.from_torch(one) for name, one in shifted.items()
+        }
+        inputs = tinker.ModelInput.from_ints(branch.token_ids[:-1].tolist())
+        data.append(tinker.Datum(model_input=inputs, loss_fn_inputs=tensors))
+    places = [{"group_idx": number} for number in range(len(data))]
+    given = (PlainTeacher(lesson.teacher), teacher_prompts)
+    asyncio.run(sdft.compute_sdft_advantages(data, places, *given))
+    for datum, branch in zip(data, lesson.branches, strict=True):
+        theirs = datum.loss_fn_inputs["advantages"].to_torch().numpy()
+        ours_T = taught(branch.tokens) - branch.tokens.behaviour_logprobs
+        is_sampled = branch.loss_mask[1:]
+        assert is_sampled.any()
         np.testing.assert_allclose(
-            advantages[branch.loss_mask], expected - drawn, atol=1e-5
+            ours_T[1:][is_sampled], theirs[is_sampled], atol=1e-5
         )
