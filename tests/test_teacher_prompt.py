@@ -59,7 +59,7 @@ def config_of(model: Path | str = "m", **rollout: Any) -> RunConfig:
     values: dict[str, Any] = {
         "model": {"path": str(model)},
         "task": {"python": "asyncrl.tasks.toy:Letters"},
-        "rollout": {"max_prompt_tokens": 4000} | rollout,
+        "rollout": {"max_prompt_tokens": 20_000} | rollout,
         "algorithm": {"distill_weight": 1},
         "teacher": {"policy": True, "prompt": "hint"},
     }
