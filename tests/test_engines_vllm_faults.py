@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,6 +32,7 @@ from asyncrl.engines.link import OnChunk
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.vllm.vllm_process import (
     GRAMMARS,
+    LOADS_ADAPTERS,
     VllmRequirements,
     check_settings,
 )
@@ -57,9 +59,10 @@ async def another_process(fake: FakeVllm, server: VllmServer) -> None:
     await server.ready(10.0)
 
 
-def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> None:
+def server_info(folder: Path) -> dict[str, Any]:
+    """What a server for sequences of 64 tokens says of itself."""
     model = {
-        "model": str(tmp_path),
+        "model": str(folder),
         "dtype": "float32",
         "logprobs_mode": "processed_logprobs",
     }
@@ -68,7 +71,29 @@ def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> 
         "structured_outputs_config": {"reasoning_parser_plugin": GRAMMARS},
         "scheduler_config": {"max_num_seqs": 4},
     }
-    info = {"vllm_config": config, "vllm_env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": 10**6}}
+    env = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": 10**6}
+    return {"vllm_config": config, "vllm_env": env}
+
+
+def test_server_that_cannot_take_adapters_is_refused(tmp_path: Path) -> None:
+    info = server_info(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    needed = VllmRequirements(
+        str(tmp_path), "float32", slots=4, max_length=64, end_ids=(2,), adapter_rank=8
+    )
+    said = "max_loras=None instead of 1 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=False"
+    with pytest.raises(ConfigError, match=f"{said}.*max_lora_rank=0 instead of 8"):
+        check_settings("engine-0", info, needed)
+    info["vllm_env"][LOADS_ADAPTERS] = True
+    info["vllm_config"]["lora_config"] = {"max_lora_rank": 16, "max_loras": 2}
+    with pytest.raises(ConfigError, match="has max_loras=2 instead of 1"):
+        check_settings("engine-0", info, needed)
+    info["vllm_config"]["lora_config"]["max_loras"] = 1
+    check_settings("engine-0", info, needed)
+
+
+def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> None:
+    info = server_info(tmp_path)
     needed = VllmRequirements(
         str(tmp_path), "float32", slots=4, max_length=48, end_ids=(2,)
     )

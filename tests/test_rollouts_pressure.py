@@ -45,7 +45,9 @@ class Outcome:
     num_ended: int
 
 
-def sampled_by_engine(num_slots: int, *, is_auto: bool) -> Outcome:
+def sampled_by_engine(
+    num_slots: int, *, is_auto: bool, num_admitted: int = 100
+) -> Outcome:
     """Sample without end, with a fixed number of slots or from a number on."""
 
     async def story() -> Outcome:
@@ -77,7 +79,7 @@ def sampled_by_engine(num_slots: int, *, is_auto: bool) -> Outcome:
                 slots.give_back_nowait(name)
 
         server = Server(FakeChild(fake), fake, health_over(fake, EngineHealth), 1.0)
-        works = [sample() for _ in range(100)]
+        works = [sample() for _ in range(num_admitted)]
         tasks = [asyncio.ensure_future(work) for work in works]
         if is_auto:
             rule = SlotsRule(num_slots, most=256)
@@ -120,6 +122,12 @@ def test_auto_finds_the_number_above_which_the_engine_thrashes() -> None:
         assert auto.num_tokens > 0.8 * above.num_tokens
 
 
+def test_cache_is_relieved_also_if_few_slots_are_in_use() -> None:
+    auto = sampled_by_engine(100, is_auto=True, num_admitted=70)
+    assert fmean(auto.slots) <= 1.2 * FITTING
+    assert auto.num_preempted < 0.5 * auto.num_ended
+
+
 def look_through(
     rule: SlotsRule, num_running: int, wanted: float, turnovers: int, num_ended: int = 0
 ) -> int:
@@ -132,9 +140,9 @@ def look_through(
 
 def test_slots_that_hold_nothing_back_are_not_raised() -> None:
     rule = SlotsRule(20, most=256)
-    look_through(rule, num_running=10, wanted=0.1, turnovers=4)
+    num_ended = look_through(rule, num_running=10, wanted=0.1, turnovers=4)
     assert rule.current == 20
-    look_through(rule, num_running=20, wanted=0.1, turnovers=1)
+    look_through(rule, 20, wanted=0.1, turnovers=1, num_ended=num_ended)
     assert rule.current == 30
 
 

@@ -301,10 +301,11 @@ class Buffer:
         """Return a part of the next batch, each part once: once all its groups are ready,
         or else once the batch is taken. Sleeps until cancelled if batches have no parts.
         """
-        with waiting("a part of the batch", on="its groups"):
-            while (part := self.take_part_nowait()) is None:
-                await self._part_formed.wait()
-            return part
+        # Not declared as a wait of the run: groups and the batch have theirs, and the
+        # oldest wait that a user sees would be this one, of batches without parts.
+        while (part := self.take_part_nowait()) is None:
+            await self._part_formed.wait()
+        return part
 
     def take_part_nowait(self) -> Batch | None:
         if self._last_parts:

@@ -62,7 +62,7 @@ from asyncrl.trainer.model.model_folder import fetch_architectures
 
 BegunStep = tuple[Batch, asyncio.Task[TrainResponse]]
 """A batch that the trainer has, and the step that trains it."""
-EVALUATING = ("publisher", "evaluation")
+EVALUATING = ("publisher", "evaluation", "stop")
 """Tasks that the last evaluation needs."""
 
 logger = logging.getLogger("asyncrl.job.loop")
@@ -202,7 +202,7 @@ class Job(TrainingJob):
         version = run.trainer.policy_version
         evaluation = run.evaluation
         on_rollout_engines = evaluation if run.fleet.eval_client is None else None
-        self.lifecycle.spawn(self._stop(run), name="evaluation stop")
+        self.lifecycle.spawn(self._stop(run), name="stop")
         if evaluation is not None:
             self.lifecycle.spawn(evaluation.run(), name="evaluation")
         if version > 0:

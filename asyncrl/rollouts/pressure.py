@@ -47,6 +47,8 @@ class SlotsRule:
         self._most = most
         self._ended_before = 0
         self._wanted = list[float]()
+        self._most_running = 0
+        """Of the looks in `_wanted`."""
 
     def look(
         self, num_engines: int, kv_wanted: float, num_running: int, num_ended: int
@@ -58,17 +60,22 @@ class SlotsRule:
         `num_ended`: since the run began.
         """
         capacity = self.current * num_engines
-        # Below, the look-ahead or the prompts hold rollouts back, not the slots.
-        if BOUND_FRACTION * capacity <= num_running <= capacity:
+        if num_running <= capacity:
             self._wanted.append(kv_wanted)
-        if num_running > capacity:
+            self._most_running = max(self._most_running, num_running)
+        else:
             self._ended_before = num_ended
         num_new = num_ended - self._ended_before
         if num_new >= capacity and len(self._wanted) >= MIN_LOOKS:
             most_wanted = quantiles(self._wanted, n=10, method="inclusive")[-1]
             factor = min(max(most_wanted / TARGET, 1 / MAX_GROWTH), MAX_CUT)
-            rounded = math.floor if factor > 1 else math.ceil
-            self.current = max(1, min(self._most, rounded(self.current / factor)))
+            # Else the look-ahead or the prompts hold rollouts back, not the slots.
+            may_raise = self._most_running >= BOUND_FRACTION * capacity
+            if factor > 1:
+                self.current = max(1, math.floor(self.current / factor))
+            elif may_raise:
+                self.current = min(self._most, math.ceil(self.current / factor))
             self._ended_before = num_ended
             self._wanted.clear()
+            self._most_running = 0
         return self.current

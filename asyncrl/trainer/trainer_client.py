@@ -57,8 +57,8 @@ class TrainerSpec(FrozenConfig):
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
-    """Output of /export: all weights, only adapters (lora), or a copy on the device for
-    /broadcast (nccl) or in shared memory (ipc, unless `chunks` are).
+    """Output of /export: a file, or a copy on the device for /broadcast (nccl) or in
+    shared memory (ipc, unless `chunks` are).
     """
     is_file_wanted: bool = False
     """With nccl and ipc: also write the file, for the eval engine."""

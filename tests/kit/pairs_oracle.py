@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -142,8 +142,13 @@ def check_logprobs(run: Run) -> None:
     weights that sampled it. The trainer's own comparison has the same limit.
 
     Two computations in the run's dtype may each differ from the exact logprob by the
-    model's noise: what the same weights change by in float32.
+    model's noise: what the same weights change by in float32. Rounding sends a token of
+    a hundred to another expert, which changes its logprob by up to 1: so with experts in
+    bfloat16 medians are compared.
     """
+    is_routed = run.config["algorithm"]["router_replay"]
+    is_exact = run.config["model"]["dtype"] == "float32"
+    average = median if is_routed and not is_exact else fmean
     limits = list[float]()
     for version, model in saved_models(run):
         exact = copy.deepcopy(model).float()
@@ -155,10 +160,12 @@ def check_logprobs(run: Run) -> None:
                 gaps += [abs(own[place] - branch.logprob_T[place]) for place in own]
                 noise += [abs(own[place] - true[place]) for place in own]
         if gaps:
+            # The trainer replays the experts, so its mean has none of these jumps.
             limits.append(ROUNDING + 2 * fmean(noise))
-            gap = fmean(gaps)
-            words = f"{gap} nats, with a noise of {fmean(noise)}"
-            assert gap <= limits[-1], f"logprobs of version {version} differ by {words}"
+            gap = average(gaps)
+            limit = ROUNDING + 2 * average(noise)
+            words = f"{gap} nats, with a noise of {average(noise)}"
+            assert gap <= limit, f"logprobs of version {version} differ by {words}"
     assert len(limits) > 1, "fewer than two versions have saved weights"
     for line in run.metrics:
         gap = line.get("policy/logprob_gap_mean", 0.0)

@@ -40,6 +40,7 @@ _RPC = "/collective_rpc"
 _WIRE_ID = "generate-tokens-{}"
 """vLLM's id for our request_id, required by /abort_requests, which accepts any id."""
 _KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+LOADS_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _ROUTING = "enable_return_routed_experts"
 _SUPPORTS = "return_sampling_mask"
 _WAY_OUT = "start it as docs/engines.md describes, with its key in ASYNCRL_VLLM_KEY."
@@ -409,6 +410,11 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
             _MIN_KEEP_ALIVE_S,
         ),
     }
+    if needed.adapter_rank:
+        # Else a push finds no route, or another adapter beside its own.
+        equal["max_loras"] = ((config.get("lora_config") or {}).get("max_loras"), 1)
+        may_load = info.get("vllm_env", {}).get(LOADS_ADAPTERS)
+        equal[LOADS_ADAPTERS] = (bool(may_load), True)
     if has_length_dependent_rope(Path(needed.model_path)):
         # The trainer uses the frequencies of rollout's lengths, and the server those of
         # its own.

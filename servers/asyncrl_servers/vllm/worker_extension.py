@@ -306,7 +306,7 @@ class Loader:
         if unused := sorted(adapter.loras.keys() - manager.modules.keys()):
             what = f"vLLM uses no adapters of {len(unused)} layers of version {version}, like {unused[0]}"
             rule = "an engine computes with all adapters that are trained"
-            way_out = "name other layers in trainer.lora.targets, or set weight_sync.transport=shm."
+            way_out = "name other layers in trainer.lora.targets, or set rollout.engine=embedded."
             raise Refused(409, what, rule=rule, way_out=way_out)
 
     # ---- updates
