@@ -48,6 +48,12 @@ HARMLESS = re.compile(
     # Of transformers: packages for CUDA are not installed.
     r"|is falling back to its reference PyTorch implementation"
 )
+OF_A_STOP = re.compile(
+    r"^.* asyncrl\.worker: \S+ attempt \d+ failed\n"
+    r"(?:(?!\d{4}-).*\n)*?.*\bsession_ended\b.*\n",
+    re.MULTILINE,
+)
+"""A call of an agent after the stop that ended its session, with its traceback."""
 QUERY = """SELECT batch_groups.version, group_id, sample_index, branch, blob
 FROM batch_groups JOIN trajectories USING (group_id)"""
 HARMLESS_WITH_OLD_CACHE = re.compile(r"engines and trainer disagree")
@@ -286,7 +292,7 @@ def check_words(run: Run) -> None:
     if run.keeps_cache:
         harmless.append(HARMLESS_WITH_OLD_CACHE)
     for log in (run.folder / "logs").glob("*.log"):
-        lines = log.read_text().splitlines()
+        lines = OF_A_STOP.sub("", log.read_text()).splitlines()
         for number, line in enumerate(lines):
             is_harmless = any(sentence.search(line) for sentence in harmless)
             around = "\n".join(lines[max(number - 3, 0) : number + 30])
