@@ -183,6 +183,11 @@ class RunConfig(JobConfig):
         return {} if is_same and set(weights) == {1.0} else found
 
     @property
+    def all_algorithms(self) -> list[AlgorithmConfig]:
+        """Return the run's algorithm, and those of tasks."""
+        return [self.algorithm, *self.algorithms.values()]
+
+    @property
     def harnesses(self) -> list[GeneratorConfig]:
         """Return the distinct generators with a harness. Work names them by place."""
         found = list[GeneratorConfig]()

@@ -215,7 +215,7 @@ async def build(
 
 async def _open_journal(lifecycle: Lifecycle) -> Journal:
     journal = await asyncio.to_thread(
-        Journal.open,
+        Journal,
         journal_path(lifecycle.run_dir),
         run_id=run_id(lifecycle.run_dir),
     )

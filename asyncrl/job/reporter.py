@@ -40,9 +40,11 @@ from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.console import TRAINING, Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total, rollouts_of
 from asyncrl.observe.run_dir import (
+    METRICS_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
     Recorder,
+    cut_steps,
     evaluation_metrics,
     read_evaluations,
     read_metrics,
@@ -217,7 +219,7 @@ class Reporter:
                 steps.add(line)
             else:
                 self._before[int(line["step"])] = totals_in(line)
-        self._last = self._recorder.keep_steps(version)
+        self._last = cut_steps(self.run_dir / METRICS_FILE, version)
         self._samples.resume_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
             self.log.warn(

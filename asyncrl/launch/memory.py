@@ -75,8 +75,7 @@ def batch_bytes(config: RunConfig, shape: ModelShape) -> int:
     Example: 1,024 rollouts of 32,768 tokens have 0.5 GiB, and with the routing of a
     model of 48 layers that uses 8 experts in each, 25 GiB.
     """
-    algorithms = [config.algorithm, *config.algorithms.values()]
-    num_ids = max(one.num_distill_ids for one in algorithms)
+    num_ids = max(one.num_distill_ids for one in config.all_algorithms)
     num_experts = shape.routed if config.algorithm.router_replay else 0
     token_bytes = TOKEN_BYTES + 8 * num_ids + 2 * num_experts
     num_rollouts = config.trainer.num_groups * config.rollout.group_size

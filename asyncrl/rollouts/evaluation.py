@@ -187,10 +187,9 @@ class HeldOut:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            if isinstance(outcome, FailedRollout):
-                ended.append(outcome.failure)
-            else:
-                ended.append(outcome)
+            ended.append(
+                outcome.failure if isinstance(outcome, FailedRollout) else outcome
+            )
         size = self.config.samples
         groups = [ended[at : at + size] for at in range(0, len(ended), size)]
         scored = await asyncio.gather(*map(self._score_group, self.prompts, groups))
