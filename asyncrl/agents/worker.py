@@ -59,7 +59,7 @@ from asyncrl.base.http import (
 )
 from asyncrl.base.signals import END
 from asyncrl.base.user_code import run_loop
-from asyncrl.base.waits import Signal
+from asyncrl.base.waits import Signal, at_most
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
@@ -192,9 +192,8 @@ class Worker:
             if not self._busy:
                 log.warning("worker %s takes no work: %s", self.settings.name, short)
             self._busy = short
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_PERIOD_S):
-                    await self._freed.wait()
+            async with at_most(ROOM_PERIOD_S):
+                await self._freed.wait()
         self._busy = ""
 
     async def _take(
