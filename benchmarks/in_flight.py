@@ -206,7 +206,7 @@ class Controller:
         for index in range(ENGINES):
             await self._start_engine(f"engine-{index}", tokenizer.vocab_size, stack)
         journal = await asyncio.to_thread(
-            Journal.open, self.folder / "journal.sqlite", run_id="a run"
+            Journal, self.folder / "journal.sqlite", run_id="a run"
         )
         stack.push_async_callback(journal.aclose)
         self.journal = journal

@@ -49,7 +49,7 @@ class World:
         self.of_server = {*self.server}
         without = {"trainer": stays, "servers": not has_server}
         self.lease = Lease(
-            self.calls,
+            calls=self.calls,
             timeout_s=TIMEOUT_S,
             on_change=lambda: None,
             without=[name for name, is_left_out in without.items() if is_left_out],

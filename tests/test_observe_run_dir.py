@@ -31,7 +31,7 @@ from asyncrl.base.files import lines_from_end, run_lock
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId
-from asyncrl.observe.run_dir import Recorder, append_lines, judge_state
+from asyncrl.observe.run_dir import Recorder, append_lines, cut_steps, judge_state
 from asyncrl.observe.show import render_inspect, render_status
 from asyncrl.trainer.loss.step_metrics import RecordWriter, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
@@ -406,12 +406,12 @@ def test_steps_to_repeat_and_invalid_lines_are_removed(
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + left)
     recorder = Recorder(tmp_path)
-    assert recorder.keep_steps(2) == {"step": 2}
+    assert cut_steps(recorder.run_dir / "metrics.jsonl", 2) == {"step": 2}
     recorder.record_step({"step": 3, "reward/mean": 1.0})
     assert lines(tmp_path) == [
         {"step": 1},
         {"step": 2},
         {"step": 3, "reward/mean": 1.0},
     ]
-    assert recorder.keep_steps(0) == {}
+    assert cut_steps(recorder.run_dir / "metrics.jsonl", 0) == {}
     assert lines(tmp_path) == []

@@ -219,8 +219,8 @@ def writer_of(folder: Path, **more: Any) -> SampleWriter:
 
 def fail(writer: SampleWriter, group_id: int, *rollout: Trajectory) -> None:
     prompt = Prompt("0/7", ({"role": "user", "content": "why"},), answer="so")
-    failed = FailedRollout(1, 2, RolloutFailure("no reward"), lambda: rollout)
-    writer.add_failed(GroupId(group_id), prompt, failed, letters)
+    failed = FailedRollout(1, 2, RolloutFailure("no reward"))
+    writer.add_failed(GroupId(group_id), prompt, failed, rollout, letters)
 
 
 def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:

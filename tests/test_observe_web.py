@@ -25,7 +25,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES
-from asyncrl.observe.run_dir import Recorder
+from asyncrl.observe.run_dir import Recorder, cut_steps
 from asyncrl.observe.web import (
     KEY_ENV,
     KEY_FILE,
@@ -103,7 +103,7 @@ def test_a_live_page_follows_a_run(
             await data(page["made_s"]),
         ) == ([1, 2], True, 204)
         recorder = Recorder(folder)
-        recorder.keep_steps(1)  # a resume
+        cut_steps(folder / "metrics.jsonl", 1)  # a resume
         recorder.record_step({"step": 2, "time_s": 2.0})
         recorder.record_step({"step": 3, "time_s": 3.0})
         assert (await data(page["made_s"]))["runs"][0]["step"] == [1, 2, 3]

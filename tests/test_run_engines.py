@@ -285,7 +285,7 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
             await asyncio.sleep(gap_s)
             fake = world.fakes[where % num_engines]
             if what == "scale":
-                world.scale.want_nowait(where % num_engines + 1)
+                world.scale.wanted = where % num_engines + 1
             elif what in ("die", "freeze"):
                 getattr(fake, what)()
             elif what == "step":

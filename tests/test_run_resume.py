@@ -36,7 +36,7 @@ def make_config(folder: Path, **sections: Any) -> RunConfig:
 def write_journal(run_dir: Path, *, num_ready: int = 0, num_trained: int = 0) -> None:
     async def write() -> None:
         (run_dir / "journal.sqlite").unlink(missing_ok=True)
-        journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
+        journal = Journal(run_dir / "journal.sqlite", run_id="r")
         tell_ready(journal, *range(max(num_ready, num_trained)))
         for version in range(num_trained):
             await journal.add_batch(make_batch(version, version))

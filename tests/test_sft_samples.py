@@ -53,7 +53,7 @@ def run_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
     tokenizer = HFChatTokenizer(tiny_model_dir)
 
     async def write() -> None:
-        journal = Journal.open(folder / "journal.sqlite", run_id="r")
+        journal = Journal(folder / "journal.sqlite", run_id="r")
         journal.add_admission_nowait(Ticket(GroupId(0), 0), PROMPT)
         for number, (answer, reward, is_truncated) in enumerate(
             [

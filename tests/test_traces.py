@@ -170,7 +170,7 @@ def run_dir(rollout: Rollout, tmp_path: Path) -> Path:
 
     async def write() -> None:
         (folder / "run.id").write_text("0123")
-        journal = Journal.open(folder / "journal.sqlite", run_id="0123")
+        journal = Journal(folder / "journal.sqlite", run_id="0123")
         for number in range(3):
             journal.add_admission_nowait(
                 Ticket(GroupId(number), 0), replace(PROMPT, prompt_id=f"0/{number}")
@@ -415,7 +415,7 @@ def test_export_of_traces_is_refused_without_tokens(
     with pytest.raises(ConfigError, match="is not empty, or is in"):
         export_traces(run_dir, run_dir / "out")
     (run_dir / "journal.sqlite").unlink()
-    Journal.open(run_dir / "journal.sqlite", run_id="0123")
+    Journal(run_dir / "journal.sqlite", run_id="0123")
     with pytest.raises(ConfigError, match="has the tokens of no finished group"):
         export_traces(run_dir, out)
     assert not out.exists()

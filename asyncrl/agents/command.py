@@ -35,8 +35,8 @@ from asyncrl.agents.harness import (
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure, first_fault
 from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
-from asyncrl.base.signals import IGNORE_IN_SHELL
-from asyncrl.base.waits import shielded
+from asyncrl.base.signals import IGNORE_IN_SHELL, how_ended
+from asyncrl.base.waits import at_most, shielded
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import ENDPOINT_ENV
 from asyncrl.messages.records import Outcome
@@ -213,14 +213,9 @@ class CommandHarness:
 
     def _checked(self, process: _Process, code: int) -> str:
         if code != 0:
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code}"
-            )
             tail = process.text(2)[-STDERR_TAIL_BYTES:].strip() or "(empty)"
             raise RolloutFailure(
-                f"command {self.command[0]} {how}; the end of its standard error: {tail}",
+                f"command {self.command[0]} {how_ended(code)}; the end of its standard error: {tail}",
                 kind=kind_of_text(tail, FailureKind.AGENT_CRASH),
             )
         return process.text(1)
@@ -267,9 +262,8 @@ async def _end(transport: asyncio.SubprocessTransport, process: _Process) -> Non
 
 
 async def _within_drain(event: asyncio.Event) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_S):
-            await event.wait()
+    async with at_most(_DRAIN_S):
+        await event.wait()
 
 
 async def _end_group(group: int) -> None:
@@ -280,11 +274,10 @@ async def _end_group(group: int) -> None:
             (signal.SIGKILL, _KILL_WAIT_S),
         ):
             _signal(group, number)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    while _signal(group, 0):  # noqa: ASYNC110  it has no event
-                        await asyncio.sleep(_POLL_S)
-                    return
+            async with at_most(limit_s):
+                while _signal(group, 0):  # noqa: ASYNC110  it has no event
+                    await asyncio.sleep(_POLL_S)
+                return
     except asyncio.CancelledError:
         # The second cancellation does not wait for the grace of SIGTERM.
         _signal(group, signal.SIGKILL)

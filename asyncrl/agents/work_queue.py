@@ -72,6 +72,10 @@ class WorkerRecord:
     held: dict[str, QueuedItem] = field(default_factory=dict)
     silence: asyncio.TimerHandle | None = None
 
+    def stop_timer(self) -> None:
+        if self.silence is not None:
+            self.silence.cancel()
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RolloutQueue:
@@ -163,8 +167,7 @@ class RolloutQueue:
         """Answer waiting polls, and give out no more work."""
         self._is_closed = True
         for worker in self._workers.values():
-            if worker.silence is not None:
-                worker.silence.cancel()
+            worker.stop_timer()
         self._changed.notify()
 
     async def wait_no_workers(self) -> None:
@@ -335,8 +338,7 @@ class RolloutQueue:
         return message, worker_id
 
     def _await_sign(self, worker_id: WorkerId, worker: WorkerRecord) -> None:
-        if worker.silence is not None:
-            worker.silence.cancel()
+        worker.stop_timer()
         if not self._is_closed:
             due_s = self._loop.time() + self.lease_timeout_s
             worker.silence = self._loop.call_at(
@@ -359,8 +361,7 @@ class RolloutQueue:
     def _drop(self, worker_id: WorkerId, what: str, way_out: str) -> None:
         worker = self._workers.pop(worker_id)
         worker.last_number = -1  # ends its poll
-        if worker.silence is not None:
-            worker.silence.cancel()
+        worker.stop_timer()
         self._num_lost += len(worker.held)
         for item in list(worker.held.values()):
             why = f"{item.item.rollout_id}: worker {worker_id[0]} {what}"

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -59,7 +60,7 @@ from asyncrl.base.http import (
 )
 from asyncrl.base.signals import END
 from asyncrl.base.user_code import run_loop
-from asyncrl.base.waits import Signal
+from asyncrl.base.waits import Signal, at_most
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import worker_api as wire
@@ -102,6 +103,7 @@ class WorkerSettings(Message):
     give_up_s: float | None = Field(default=None, ge=0)
 
 
+@dataclass(eq=False)
 class Worker:
     """Run one rollout per slot.
 
@@ -116,24 +118,21 @@ class Worker:
     blocking it for lease_timeout_s loses all items.
     """
 
-    def __init__(
-        self,
-        harnesses: Sequence[Harness],
-        caller: Caller,
-        settings: WorkerSettings,
-    ) -> None:
-        self.settings = settings
-        self._busy = ""
-        self._is_over = False
-        """The run has ended, as any answer may say."""
+    harnesses: Sequence[Harness]
+    caller: Caller
+    settings: WorkerSettings
+    _busy = ""
+    _is_over = False
+    """The run has ended, as any answer may say."""
+    _lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
+
+    def __post_init__(self) -> None:
         self.running: dict[str, asyncio.Task[None]] = {}
-        self._harnesses = harnesses
-        self._caller = caller
-        self._identity = {"worker": settings.name, "instance": secrets.token_hex(8)}
+        name = self.settings.name
+        self._identity = {"worker": name, "instance": secrets.token_hex(8)}
         self._freed = Signal()
         self._numbers = itertools.count()
         self._http_client = cache(make_http_client)
-        self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
@@ -180,7 +179,7 @@ class Worker:
             # The run retries the items now, not after lease_timeout_s of silence.
             leaving = self._request(is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
-                await self._caller.post(
+                await self.caller.post(
                     "/work/take", leaving, wire.TakeAnswer, timeout_s=GOODBYE_TIMEOUT_S
                 )
             if self._http_client.cache_info().currsize:
@@ -192,9 +191,8 @@ class Worker:
             if not self._busy:
                 log.warning("worker %s takes no work: %s", self.settings.name, short)
             self._busy = short
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_PERIOD_S):
-                    await self._freed.wait()
+            async with at_most(ROOM_PERIOD_S):
+                await self._freed.wait()
         self._busy = ""
 
     async def _take(
@@ -223,12 +221,12 @@ class Worker:
         )
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
-        url = f"{self._caller.url}/v1"
+        url = f"{self.caller.url}/v1"
         session = Session(
             url, item.key, model, item.outcome_key, http_client=self._http_client
         )
         try:
-            outcome = await run_item(self._harnesses[item.harness], item, session)
+            outcome = await run_item(self.harnesses[item.harness], item, session)
             field = "outcome" if isinstance(outcome, Outcome) else "failure"
             result = wire.ResultRequest(
                 **self._identity, item_id=item.item_id, **{field: outcome}
@@ -272,9 +270,7 @@ class Worker:
         lost_since_s: float | None = None
         while True:
             try:
-                return await self._caller.post(
-                    path, make(), answer, timeout_s=timeout_s
-                )
+                return await self.caller.post(path, make(), answer, timeout_s=timeout_s)
             except (CallRefused, CallLost) as error:
                 # The item belongs to nobody or to another worker. Posting again would
                 # not change that.
@@ -282,7 +278,7 @@ class Worker:
                     raise
                 if isinstance(error, CallRefused) and error.status in (401, 422):
                     raise ConfigError(
-                        f"the gateway at {self._caller.url} refused worker {self.settings.name}: "
+                        f"the gateway at {self.caller.url} refused worker {self.settings.name}: "
                         f"{error.body.error}",
                         rule=error.body.rule,
                         way_out=error.body.way_out,

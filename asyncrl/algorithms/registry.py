@@ -92,13 +92,9 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     advantage = advantage or _own(
         config.advantage, "algorithm.advantage", BUILT_IN_ADVANTAGES
     )
-    chosen = {
-        "ratio": config.ratio,
-        "correction": config.correction,
-        "aggregate": config.aggregate,
-    }
-    chosen = {name: value for name, value in chosen.items() if value != "auto"}
-    recipe = replace(recipe, advantage=advantage, **chosen)  # type: ignore[arg-type]
+    given = config.given("ratio", "correction", "aggregate")  # not auto
+    chosen = {name: getattr(config, name) for name in given}
+    recipe = replace(recipe, advantage=advantage, **chosen)
     _check_correction(config, recipe)
     delta = config.clip_delta
     if delta is not None and delta <= 1 + config.clip_high:
@@ -124,7 +120,7 @@ def slow_with_age(config: RunConfig) -> str:
     """Return the first loss that clips around the policy that sampled a token, or "". It
     learns more slowly from tokens older than AGE_AT_NO_PRICE.
     """
-    for algorithm in (config.algorithm, *config.algorithms.values()):
+    for algorithm in config.all_algorithms:
         recipe = resolve(algorithm)
         if recipe.surrogate in _CLIPPED and recipe.ratio == "behaviour":
             return algorithm.loss

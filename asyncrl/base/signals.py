@@ -49,6 +49,13 @@ def exit_code_of(number: int) -> int:
     return 128 + (number if number == signal.SIGINT else signal.SIGTERM)
 
 
+def how_ended(code: int) -> str:
+    """Describe the exit code of a child: minus the signal's number if it was killed."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
 def ignore_stops() -> None:
     """Let only END end this child. Its handler, if it sets none, exits at once."""
     signal.signal(END, lambda *_: os._exit(0))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -181,6 +182,7 @@ _abandoned: set[asyncio.Task[object]] = set()
 """Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
+@dataclass(eq=False)
 class UserCalls:
     """Awaits calls of one user function; abandons a call that ignores cancellation.
 
@@ -188,31 +190,23 @@ class UserCalls:
         second one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        error: Callable[..., AsyncrlError] = ConfigError,
-        warn: Callable[[str], None] = logger.warning,
-        grace_s: float | None = None,
-        way_out: str = WAY_OUT,
-    ) -> None:
-        """`warn` reports the first abandoned call."""
-        self.name = name
-        self._error = error
-        self._hung = set[asyncio.Future[Any]]()
-        self._warn = warn
-        self._way_out = way_out
-        self._grace_s = GRACE_S if grace_s is None else grace_s
-        self.num_abandoned = 0
+    name: str
+    _: KW_ONLY
+    error: Callable[..., AsyncrlError] = ConfigError
+    warn: Callable[[str], None] = logger.warning
+    """Reports the first abandoned call."""
+    grace_s: float = field(default_factory=lambda: GRACE_S)
+    way_out: str = WAY_OUT
+    num_abandoned: int = field(default=0, init=False)
+    _hung: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
 
     def check(self) -> None:
         """Raise `error` if MAX_HUNG abandoned calls are still running."""
         if len(self._hung) >= MAX_HUNG:
-            raise self._error(
+            raise self.error(
                 f"{MAX_HUNG} calls of {self.name} are still running after their time limit",
                 rule="nothing can end them",
-                way_out=self._way_out,
+                way_out=self.way_out,
             )
 
     async def run(self, call: Awaitable[Result]) -> Result:
@@ -228,7 +222,7 @@ class UserCalls:
         except asyncio.CancelledError:
             task.cancel()
             try:
-                await asyncio.wait({task}, timeout=self._grace_s)
+                await asyncio.wait({task}, timeout=self.grace_s)
             finally:
                 if not task.done():
                     # Also if a second cancellation ended the wait above.
@@ -274,9 +268,9 @@ class UserCalls:
         call.add_done_callback(self._hung.discard)
         self.num_abandoned += 1
         if self.num_abandoned == 1:
-            self._warn(
+            self.warn(
                 f"a call of {self.name} kept running after the time limit. "
-                f"The run ends at {MAX_HUNG} of them. Way out: {self._way_out}"
+                f"The run ends at {MAX_HUNG} of them. Way out: {self.way_out}"
             )
 
 

@@ -55,6 +55,14 @@ class within:  # noqa: N801
             raise self._late() from None
 
 
+@contextlib.asynccontextmanager
+async def at_most(limit_s: float | None) -> AsyncIterator[None]:
+    """Leave the block after `limit_s` without an error; None: no limit."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            yield
+
+
 async def shielded(
     work: Awaitable[T],
 ) -> tuple[T, asyncio.CancelledError | None]:

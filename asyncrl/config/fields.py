@@ -58,7 +58,11 @@ class FrozenConfig(BaseModel):
                 read[key] = None
             # Pydantic takes true for the number 1, and refuses this text for a number.
             elif not allowed & {bool, str, object, Any}:
-                read[key] = _without_booleans(value, is_section=_has_section(allowed))
+                is_section = any(
+                    isinstance(kind, type) and issubclass(kind, FrozenConfig)
+                    for kind in allowed
+                )
+                read[key] = _without_booleans(value, is_section=is_section)
         return read
 
     def conflicts(self) -> Iterator[str]:
@@ -185,12 +189,6 @@ def _types(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is not Literal:
         for part in get_args(annotation):
             yield from _types(part)
-
-
-def _has_section(types: Collection[object]) -> bool:
-    return any(
-        isinstance(kind, type) and issubclass(kind, FrozenConfig) for kind in types
-    )
 
 
 def _without_booleans(value: object, *, is_section: bool) -> object:

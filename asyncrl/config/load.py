@@ -637,7 +637,7 @@ def _described(keys: Sequence[Key]) -> str:
 
 
 def _key(name: str, info: FieldInfo) -> Key:
-    default = "must be given" if info.is_required() else _value_text(info.get_default())
+    default = "must be given" if info.is_required() else value_text(info.get_default())
     kind = _type_text(info.annotation)
     for each in info.metadata:
         if isinstance(each, EngineWith):
@@ -650,7 +650,7 @@ def _key(name: str, info: FieldInfo) -> Key:
     )
 
 
-def _value_text(value: object) -> str:
+def value_text(value: object) -> str:
     if isinstance(value, BaseModel):
         return ""
     if value is None or isinstance(value, bool):

@@ -183,6 +183,11 @@ class RunConfig(JobConfig):
         return {} if is_same and set(weights) == {1.0} else found
 
     @property
+    def all_algorithms(self) -> list[AlgorithmConfig]:
+        """Return the run's algorithm, and those of tasks."""
+        return [self.algorithm, *self.algorithms.values()]
+
+    @property
     def harnesses(self) -> list[GeneratorConfig]:
         """Return the distinct generators with a harness. Work names them by place."""
         found = list[GeneratorConfig]()
@@ -470,12 +475,11 @@ class RunConfig(JobConfig):
                 yield f"{owner}algorithm.turn_discount is for agents, and {key} has no `generator`; remove it"
 
     def _filter_conflicts(self) -> Iterator[str]:
-        algorithms = [self.algorithm, *self.algorithms.values()]
         why = ""
         if self.rollout.group_size == 1:
             why = "has one rollout of a prompt, and nothing to compare"
         # Equal rewards of turns may have unequal sums, and unequal ones equal sums.
-        elif any(one.turn_discount is not None for one in algorithms):
+        elif any(one.turn_discount is not None for one in self.all_algorithms):
             why = "compares no sums over turns"
         # The teacher judges every token.
         elif self.algorithm.distill_weight > 0:

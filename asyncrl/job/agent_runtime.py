@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -15,7 +14,7 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import at_most, waiting
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.config.task_config import TaskLimits
 from asyncrl.engines.pool import EnginePool
@@ -270,11 +269,8 @@ class AgentRuntime:
         self.gateway.sessions.end_all_nowait("it has ended")
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
-            with (
-                contextlib.suppress(TimeoutError),
-                waiting("remote workers to disconnect", on="the workers"),
-            ):
-                async with asyncio.timeout(GOODBYE_S):
+            with waiting("remote workers to disconnect", on="the workers"):
+                async with at_most(GOODBYE_S):
                     await self.queue.wait_no_workers()
         # At the same time: all share the limit of this call, and a worker that hangs
         # may need a third of it.

@@ -29,6 +29,7 @@ from asyncrl.job.agent_runtime import (
     special_tokens,
 )
 from asyncrl.job.check.config_check import check_everything
+from asyncrl.job.check.config_warnings import digests_of
 from asyncrl.job.check.model_check import find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
@@ -68,7 +69,6 @@ from asyncrl.sync.push import NodeFiles, at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers, asked_gauges
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
-from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model.model_folder import ModelPin, make_model_folder
 
 logger = logging.getLogger("asyncrl.job.build")
@@ -90,10 +90,9 @@ async def build(
     pinned = dict(tasks) | {
         f"eval/{name}": task for name, (task, _) in found.evals.items()
     }
-    digests = {
-        name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)
-    }
-    data_pin = DataPin(lifecycle.run_dir, digests, is_free=point.may_change_data)
+    data_pin = DataPin(
+        lifecycle.run_dir, digests_of(pinned), is_free=point.may_change_data
+    )
     feed = make_prompt_source(config, tasks, on_epoch=journal.add_epoch_nowait)
     # Before any process is started.
     if (order := await journal.read_note("order")) is not None:
@@ -215,7 +214,7 @@ async def build(
 
 async def _open_journal(lifecycle: Lifecycle) -> Journal:
     journal = await asyncio.to_thread(
-        Journal.open,
+        Journal,
         journal_path(lifecycle.run_dir),
         run_id=run_id(lifecycle.run_dir),
     )

@@ -111,7 +111,7 @@ class Colocated(ColocatedPush):
         self._changed = Signal()
         is_absent = {"trainer": self.resident, "servers": not self.servers}
         self.lease = Lease(
-            self._calls,
+            calls=self._calls,
             timeout_s=self.timeout_s,
             on_change=self._changed.notify,
             without=[side for side in is_absent if is_absent[side]],

@@ -40,9 +40,11 @@ from asyncrl.messages.worker_api import WorkerHealth
 from asyncrl.observe.console import TRAINING, Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total, rollouts_of
 from asyncrl.observe.run_dir import (
+    METRICS_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
     Recorder,
+    cut_steps,
     evaluation_metrics,
     read_evaluations,
     read_metrics,
@@ -217,7 +219,7 @@ class Reporter:
                 steps.add(line)
             else:
                 self._before[int(line["step"])] = totals_in(line)
-        self._last = self._recorder.keep_steps(version)
+        self._last = cut_steps(self.run_dir / METRICS_FILE, version)
         self._samples.resume_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
             self.log.warn(
@@ -366,7 +368,9 @@ class Reporter:
         for listener in self._listeners:
             listener.rollout(group_id, prompt.prompt_id, index, rollout, failed.failure)
         self._show_samples(
-            self._samples.add_failed(group_id, prompt, failed, tokenizer.decode)
+            self._samples.add_failed(
+                group_id, prompt, failed, rollout, tokenizer.decode
+            )
         )
 
     def on_group_finished(self, group: Group) -> None:
@@ -644,26 +648,26 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     found |= _asked_gauges(run)
     servers = processes(run)
     engines = _healths(servers, EngineHealth)
+    trained_on = _healths(run.fleet.engine_servers, EngineHealth)
     # Their tokens are not of the policy.
     others = {
         name
         for name, extra in run.fleet.extra.items()
         if isinstance(extra.client, RoleClient)
     }
-    trained_on = {server.name for server in run.fleet.engine_servers}
     healths = healths_of(run.fleet.engine_servers, run.engines)
     found |= {
         "engine/kv_fraction": max(
             (health.kv_fraction for health in healths), default=0.0
         ),
         "engine/preempted": {
-            name: engines[name].num_preempted for name in engines if name in trained_on
+            name: health.num_preempted for name, health in trained_on.items()
         },
         "engine/tokens": sum(
             engines[name].tokens_generated for name in engines.keys() - others
         ),
         "engine/decode_s": {
-            name: engines[name].decode_s for name in engines if name in trained_on
+            name: health.decode_s for name, health in trained_on.items()
         },
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(

@@ -161,11 +161,6 @@ class EngineScale:
                     self._watch(engine), name=f"watch {engine.name}"
                 )
 
-    def want_nowait(self, num: int) -> None:
-        if num != self.wanted:
-            self.log.info(f"scaling from {self.wanted} to {num} engines")
-            self.wanted = num
-
     async def follow(self) -> None:
         """Keep the number of engines working that RUN_DIR/wanted.json asks for."""
         while True:
@@ -173,7 +168,9 @@ class EngineScale:
             # rollouts.
             await asyncio.sleep(LOOK_PERIOD_S)
             num = read_wanted(self.run_dir, self.range.numbers)
-            self.want_nowait(num or self.wanted)
+            if num and num != self.wanted:
+                self.log.info(f"scaling from {self.wanted} to {num} engines")
+                self.wanted = num
             self.watch_nowait()
             for engine in reversed(self.engines[self.wanted :]):
                 if engine.state == EngineState.PARKED:

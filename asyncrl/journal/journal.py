@@ -374,12 +374,11 @@ def _add_training(
     connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]
 ) -> None:
     """Record that the batch became policy_version version + 1. Repeatable."""
-    loss = metrics.get("policy/loss")
     # A resume trains batches again, and overwrites the time and the loss of the first
     # try.
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
-        (_decided_s.get(), None if loss is None else float(loss), version),
+        (_decided_s.get(), metrics.get("policy/loss"), version),
     ).rowcount
     assert changed, f"a step of batch {version}, which was never taken"
 
@@ -477,7 +476,11 @@ class Journal:
 
     name = "journal"
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, *, run_id: str) -> None:
+        """Open or create a journal. Blocks. Raises JournalError for a damaged or
+        foreign file.
+        """
+        connection = open_to_write(path, run_id)
         self.path = path
         (start_date,) = connection.execute(
             "SELECT value FROM meta WHERE key = 'start_date'"
@@ -504,13 +507,6 @@ class Journal:
             target=self._write_all, name="journal", daemon=True
         )
         self._thread.start()
-
-    @classmethod
-    def open(cls, path: Path, *, run_id: str) -> Journal:
-        """Open or create a journal. Blocks. Raises JournalError for a damaged or
-        foreign file.
-        """
-        return cls(path, open_to_write(path, run_id))
 
     add_admission_nowait = _later(_add_admission)
     add_segment_nowait = _later(_add_segment)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -89,6 +89,7 @@ WAY: dict[Side, tuple[Call, ...]] = {
 """From any state."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Lease:
     """Time slices of trainer and engines on shared devices.
 
@@ -120,35 +121,27 @@ class Lease:
         released its memory.
     """
 
-    def __init__(
-        self,
-        calls: Callable[[Call], Mapping[str, Awaitable[TransferStats]]],
-        *,
-        timeout_s: float,
-        on_change: Callable[[], None],
-        without: Collection[str] = (),
-        wait_up: Callable[[], Awaitable[int]] | None = None,
-    ) -> None:
-        """`calls` begins a call and returns pending answers by process name.
-        `on_change`: of the state. `without`: whose calls are omitted, such as a resident
-        trainer's. `wait_up` returns once the trainer is up, with its number of
-        restarts; None: it never restarts.
-        """
-        self._without = without
-        self._calls = calls
-        self._timeout_s = timeout_s
-        self._on_change = on_change
-        self._wait_up = wait_up
-        self.state = LeaseState.IDLE
-        self.owner: Side | None = None
-        self.since_s = 0.0
-        """Start of the owner's time slice, on the loop's clock."""
-        self.phase = ""
-        self.broken = ""
-        self.failed = ""
-        """Why the last handover failed; empty after a success."""
-        self.num_handovers = 0
-        self.num_phases = 0
+    calls: Callable[[Call], Mapping[str, Awaitable[TransferStats]]]
+    """Begins a call and returns pending answers by process name."""
+    timeout_s: float
+    on_change: Callable[[], None]
+    """Called after a change of the state."""
+    without: Collection[str] = ()
+    """Whose calls are omitted, such as a resident trainer's."""
+    wait_up: Callable[[], Awaitable[int]] | None = None
+    """Returns once the trainer is up, with its number of restarts; None: it never
+    restarts.
+    """
+    owner: Side | None = field(default=None, init=False)
+    state = LeaseState.IDLE
+    since_s = 0.0
+    """Start of the owner's time slice, on the loop's clock."""
+    phase = ""
+    broken = ""
+    failed = ""
+    """Why the last handover failed; empty after a success."""
+    num_handovers = 0
+    num_phases = 0
 
     def __repr__(self) -> str:
         phase = f": {self.phase}" if self.phase else ""
@@ -192,16 +185,16 @@ class Lease:
         self.state = RESTING[to]
         self.failed = ""
         self.num_handovers += 1
-        self._on_change()
+        self.on_change()
         return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
 
     def _kept(self, calls: Sequence[Call]) -> list[Call]:
-        return [call for call in calls if call.of not in self._without]
+        return [call for call in calls if call.of not in self.without]
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
         """Return (total bytes, first error)."""
         works = []
-        for name, work in self._calls(call).items():
+        for name, work in self.calls(call).items():
             works.append(self._one(name, call, work))
         # Wait for all answers, even after an error: the undo must not begin while an
         # engine still works on this call.
@@ -231,12 +224,12 @@ class Lease:
                     # may train for long on journaled batches. Only a trainer that was
                     # up all the time is late.
                     needs_trainer = call.of in ("trainer", "publisher")
-                    if needs_trainer and self._wait_up is not None:
-                        num_restarts = await self._wait_up()
+                    if needs_trainer and self.wait_up is not None:
+                        num_restarts = await self.wait_up()
                     if num_restarts == last_restarts:
                         raise self._late(name, call)
                     last_restarts = num_restarts
-                    limit_s = self._timeout_s
+                    limit_s = self.timeout_s
                     # First the answers to sent calls come.
                     limit_s += CALL_TIMEOUT_S if call == SLEEP_SERVERS else 0.0
                     await asyncio.wait({working}, timeout=limit_s)
@@ -254,7 +247,7 @@ class Lease:
     def _late(self, name: str, call: Call) -> ComponentError:
         return ComponentError(
             name,
-            f"{call.verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
+            f"{call.verb} was not done within weight_sync.timeout_s={self.timeout_s} s",
             way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
         )
 
@@ -264,7 +257,7 @@ class Lease:
         # Half undone, nobody could use the devices. Each of its calls has a limit, so
         # that a Ctrl-C waits for a bounded time.
         _, cancelled = await shielded(self._bring_back(why))
-        self._on_change()
+        self.on_change()
         outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
         if self.broken:
             outcome = f"the lease is broken: {self.broken}"

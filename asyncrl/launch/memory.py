@@ -75,8 +75,7 @@ def batch_bytes(config: RunConfig, shape: ModelShape) -> int:
     Example: 1,024 rollouts of 32,768 tokens have 0.5 GiB, and with the routing of a
     model of 48 layers that uses 8 experts in each, 25 GiB.
     """
-    algorithms = [config.algorithm, *config.algorithms.values()]
-    num_ids = max(one.num_distill_ids for one in algorithms)
+    num_ids = max(one.num_distill_ids for one in config.all_algorithms)
     num_experts = shape.routed if config.algorithm.router_replay else 0
     token_bytes = TOKEN_BYTES + 8 * num_ids + 2 * num_experts
     num_rollouts = config.trainer.num_groups * config.rollout.group_size
@@ -228,14 +227,16 @@ class RankMemory:
 def rank_memory(
     config: RunConfig, shape: ModelShape, device: str, *, in_parts: bool = False
 ) -> RankMemory:
-    memory = model_memory(config, shape, device, "policy", in_parts=in_parts)
+    item = item_bytes(config.model.dtype, device)
+    dtype = "bfloat16" if item == 2 else "float32"
+    is_sharded = config.trainer.is_sharded(device, dtype)
+    memory = model_memory(
+        config, shape, device, "policy", is_sharded=is_sharded, in_parts=in_parts
+    )
     critic = critic_run(config)
     if critic is None:
         return memory
     # Sharded as the policy is, which may have adapters.
-    item = item_bytes(config.model.dtype, device)
-    dtype = "bfloat16" if item == 2 else "float32"
-    is_sharded = config.trainer.is_sharded(device, dtype)
     second = model_memory(
         *critic, device, "critic", is_sharded=is_sharded, in_parts=in_parts
     )
@@ -253,8 +254,8 @@ def model_memory(
     device: str,
     model: Literal["policy", "critic"],
     *,
-    is_sharded: bool | None = None,
-    in_parts: bool = False,
+    is_sharded: bool,
+    in_parts: bool,
 ) -> RankMemory:
     """A sharded rank gathers embeddings and one layer. Excludes weights held for the
     engines.
@@ -264,8 +265,6 @@ def model_memory(
     item = item_bytes(config.model.dtype, device)
     num = shape.num_parameters
     trained = num_trained(config, shape)
-    if is_sharded is None:
-        is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
     # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
     # float32 copy.
     has_masters = item == 2 and lora is None and not is_sharded

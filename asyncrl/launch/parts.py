@@ -46,8 +46,7 @@ def why_whole(config: RunConfig, placement: Placement) -> str:
     architecture = read_architecture(config.model)
     if trainer.router_aux_loss != 0 and has_experts(architecture):
         return "trainer.router_aux_loss is not 0, and its loss is of the whole batch"
-    algorithms = [config.algorithm, *config.algorithms.values()]
-    return next(filter(None, map(_why_whole, algorithms)), "")
+    return next(filter(None, map(_why_whole, config.all_algorithms)), "")
 
 
 def _why_whole(algorithm: AlgorithmConfig) -> str:

@@ -10,6 +10,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 from asyncrl.base.errors import ConfigError
@@ -31,6 +33,7 @@ from asyncrl.launch.machine import Node
 
 NO_DEVICE = "none"
 """Device of external engines, and of engines without a model."""
+NO_SERVERS: Mapping[str, Role] = MappingProxyType({})
 
 
 class NodeDevice(NamedTuple):
@@ -78,9 +81,7 @@ class Placement:
 
     @property
     def engine_devices(self) -> Side:
-        return tuple(
-            dict.fromkeys(device for devices in self.engines for device in devices)
-        )
+        return tuple(dict.fromkeys(chain(*self.engines)))
 
     @property
     def num_nodes(self) -> int:
@@ -120,9 +121,7 @@ class Placement:
     def names(self) -> tuple[list[str], list[str]]:
         """Return the devices of ranks and engines; every CPU is `cpu`."""
         ranks = [self._name(device) for device in self.trainer]
-        return ranks, [
-            self._name(device) for devices in self.engines for device in devices
-        ]
+        return ranks, [self._name(device) for device in chain(*self.engines)]
 
     def _name(self, device: NodeDevice) -> str:
         return device.name if device.name == "cpu" else self.label(device)
@@ -137,11 +136,7 @@ class Placement:
     ) -> dict[int, list[str]]:
         """Return the device of each process that the run starts, by node."""
         parts = defaultdict[int, list[str]](list, {0: []})
-        used = (
-            [device for devices in self.engines for device in devices]
-            if has_engines
-            else []
-        )
+        used = [*chain(*self.engines)] if has_engines else []
         if not serves_only:
             extra = [
                 device
@@ -157,7 +152,7 @@ class Placement:
 def place(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra_servers: Mapping[str, Role] | None = None,
+    extra_servers: Mapping[str, Role] = NO_SERVERS,
 ) -> Placement:
     """The controller's node is first. Extra servers choose in their order. Raises
     ConfigError.
@@ -170,7 +165,7 @@ def place(
     # weights: working at once would gain nothing.
     is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
     is_colocated = not is_split and (is_shared or config.placement.rollout == "trainer")
-    served = _served_devices(extra_servers or {}, nodes)
+    served = _served_devices(extra_servers, nodes)
     _refuse_sides(config, trainer, rollout, served)
     _refuse_sharing(
         config, rollout[0].name, is_shared=is_shared, is_colocated=is_colocated
@@ -197,14 +192,14 @@ def place(
         resident=is_colocated and fraction is not None,
     )
     extra = dict[str, NodeDevice]()
-    for name, server in (extra_servers or {}).items():
+    for name, server in extra_servers.items():
         device = _extra_device(server, placement, [*extra.values()])
         has_none = server.engine is not None and not ENGINES[server.engine].has_model
         if has_none or server.url:
             device = NodeDevice(0, NO_DEVICE)
         if device is not None:
             extra[name] = device
-    placement = replace(placement, extra=extra, roles=extra_servers or {})
+    placement = replace(placement, extra=extra, roles=extra_servers)
     _refuse_offload(config, moves=placement.moves)
     if engines:
         refuse_transport(
@@ -432,7 +427,7 @@ def _select(
         case NodesConfig():
             return _of_nodes(side, form, nodes, taken)
         case "all" if any(cuda):
-            return tuple(device for devices in cuda for device in devices)
+            return tuple(chain(*cuda))
     return _numbered(side, form, nodes)
 
 
@@ -446,7 +441,7 @@ def _free(cuda: Sequence[Side], taken: Side, num: int, split: int) -> Side:
     # rest, largest first. Example for 4: nodes with 8, 4 and 2 free devices are taken
     # in the order 4, 8, 2.
     whole.sort(key=lambda devices: (len(devices) < num, abs(len(devices) - num)))
-    found = [device for devices in whole for device in devices][:num]
+    found = [*chain(*whole)][:num]
     return tuple(sorted(found, key=lambda device: device.node))
 
 
@@ -519,7 +514,7 @@ def _extra_device(
     engines = [
         device for device in placement.engine_devices if device.name != NO_DEVICE
     ]
-    cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
+    cuda = [*chain(*cuda_devices(placement.nodes))]
     if form == "cpu" or (
         form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))
     ):

@@ -39,6 +39,7 @@ from asyncrl.launch.model_sizes import ModelShape, model_shape
 from asyncrl.launch.parts import MOVES, NO_ROOM, why_whole
 from asyncrl.launch.placement import (
     NO_DEVICE,
+    NO_SERVERS,
     NodeDevice,
     Placement,
     cuda_devices,
@@ -155,7 +156,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
 def make_plan(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, Role] | None = None,
+    extra: Mapping[str, Role] = NO_SERVERS,
 ) -> Plan:
     """Place the processes of a run, and count their memory. Raises ConfigError."""
     shape = model_shape(config.model)
@@ -379,7 +380,7 @@ def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
 def resolve_auto(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, Role] | None = None,
+    extra: Mapping[str, Role] = NO_SERVERS,
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config without `auto` in model.dtype and weight_sync.transport, and
     messages. Raises ConfigError.
@@ -419,7 +420,7 @@ def resolve_auto(
 def plan_run(
     config: RunConfig,
     nodes: Sequence[Node],
-    extra: Mapping[str, Role] | None = None,
+    extra: Mapping[str, Role] = NO_SERVERS,
 ) -> tuple[Plan, tuple[str, ...]]:
     plan = make_plan(config, nodes, extra)
     share = config.placement.share

@@ -22,8 +22,8 @@ import psutil
 from asyncrl.base.errors import ComponentError, find_fatal
 from asyncrl.base.files import keep_private
 from asyncrl.base.http import SECRET_ENV, SECRETS
-from asyncrl.base.signals import END, STACKS
-from asyncrl.base.waits import shielded
+from asyncrl.base.signals import END, STACKS, how_ended
+from asyncrl.base.waits import at_most, shielded
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK, Node
 from asyncrl.messages.engine_api import FileRequest
@@ -115,13 +115,8 @@ class Process:
             return ComponentError(
                 self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out
             )
-        # Negative: minus the signal's number, as in subprocess.
         code = self.returncode or 0
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
+        how = how_ended(code)
         how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
         return ComponentError(
             self.name,
@@ -279,9 +274,8 @@ class ChildProcess(Process):
             self._stdin = None
 
     async def _ends_within(self, timeout_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.wait()
+        async with at_most(timeout_s):
+            await self.wait()
         return self.returncode is not None
 
     def kill_nowait(self) -> None:

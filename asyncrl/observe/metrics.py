@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.base.extensions import extensions
 from asyncrl.config.eval_config import PARTS_OF_EVALS
 from asyncrl.messages.records import Batch, Group, Rollout, Trajectory, epoch_of
+from asyncrl.rollouts.evaluation import add_reported
 
 GaugeKind = Literal["step", "now", "total", "eval"]
 KINDS: Mapping[GaugeKind, str] = {
@@ -182,10 +183,7 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
             metrics |= _means(found, f"/{task}")
     reported = defaultdict[str, list[float]](list)
     for rollout in rollouts:
-        for name, value in rollout[0].metrics.items():
-            reported[f"task/{name}"].append(value)
-        for name, value in rollout[0].part_values.items():
-            reported[f"reward/part/{name}"].append(value)
+        add_reported(reported, rollout, "reward/part")
     metrics |= {name: fmean(values) for name, values in reported.items()}
     return metrics
 

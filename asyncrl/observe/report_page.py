@@ -20,7 +20,7 @@ from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config.engineless_config import EnginelessConfig
-from asyncrl.config.load import sections
+from asyncrl.config.load import sections, value_text
 from asyncrl.config.trainer_config import PROFILE_FOLDER
 from asyncrl.journal.read import failure_counts
 from asyncrl.observe.metrics import gauge_of
@@ -269,9 +269,7 @@ def _settings(values: object) -> list[dict[str, object]]:
             value = value.get(name, ...) if isinstance(value, dict) else ...
         if value is ... or (isinstance(value, dict) and key in parents):
             continue
-        text = str(value)
-        if value is None or isinstance(value, bool):
-            text = text.lower()
+        text = value_text(value)
         default_text = None if default == "must be given" else default
         settings.append(
             {

@@ -338,10 +338,6 @@ class Recorder:
         # number.
         self._owner = {"pid": os.getpid(), "host": socket.gethostname()}
 
-    def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
-        """Return the last kept line."""
-        return cut_steps(self.run_dir / METRICS_FILE, num_steps)
-
     def record_step(self, metrics: Mapping[str, float]) -> None:
         append_lines(self.run_dir / METRICS_FILE, [metrics])
         if self.trackers is not None:

@@ -253,11 +253,11 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
     for what in ("failed", "retried", "skipped", "abandoned"):
         if num := metrics.get(f"eval/{what}"):
             parts.append(f"{what}: {num:.0f}")
-    kinds = {
-        name.removeprefix("eval/failure/"): num
+    kinds = [
+        f"{name.removeprefix('eval/failure/')} {num:.0f}"
         for name, num in metrics.items()
         if name.startswith("eval/failure/")
-    }
+    ]
     if kinds:
-        parts.append(", ".join(f"{kind} {num:.0f}" for kind, num in kinds.items()))
+        parts.append(", ".join(kinds))
     return "  ".join(parts)

@@ -5,7 +5,6 @@ The text may be hostile. Long texts are cut.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
-from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import rollouts_of
 from asyncrl.observe.run_dir import append_bounded, cut_steps, older_of, read_bounded
@@ -336,49 +335,56 @@ class SampleWriter:
         self._num_failed = 0
         samples: list[Any] = []
         for kind, group, rollout in choose(batch, self.per_step, self.seed):
-            name = (int(group.group_id), rollout[0].sample_index)
+            group_id = int(group.group_id)
+            index = rollout[0].sample_index
             text = shown(
                 group.prompt,
                 rollout,
                 decode,
                 step=batch.version + 1,
-                gap=gaps.get(name),
+                gap=gaps.get((group_id, index)),
                 min_version=batch.min_version,
             )
             samples.append(
                 {
-                    **_named(kind, *name),
+                    "kind": kind,
+                    "group_id": group_id,
+                    "sample_index": index,
                     **text,
-                    "advantage": advantages.get(name),
+                    "advantage": advantages.get((group_id, index)),
                     "group": _mates(group, rollout, advantages, decode),
                 }
             )
         return self._append(samples)
 
     def add_failed(
-        self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decode: Decode
+        self,
+        group_id: GroupId,
+        prompt: Prompt,
+        failed: FailedRollout,
+        rollout: Rollout,
+        decode: Decode,
     ) -> list[ShownRollout]:
-        """Write a failed rollout, if few were written since the last step."""
+        """Write the sampled part of a failed rollout, if few were written since the last
+        step.
+        """
         self._num_failed += 1
         # A broken reward fails every rollout, and would fill the file with one message.
         if self._num_failed > self.per_step:
             return []
-        rollout: Rollout = ()
-        with contextlib.suppress(RolloutFailure):  # nothing was sampled
-            rollout = failed.seen()
         failure = failed.failure
         error = f"{how_failed(failed.num_attempts)} ({failure.kind}): {failure}"
-        text = shown(prompt, rollout, decode, step=self._next_step, error=error)
-        name = _named("failed", int(group_id), failed.sample_index)
-        return self._append([name | text])
+        sample = {
+            "kind": "failed",
+            "group_id": int(group_id),
+            "sample_index": failed.sample_index,
+            **shown(prompt, rollout, decode, step=self._next_step, error=error),
+        }
+        return self._append([sample])
 
     def _append(self, samples: list[Any]) -> list[ShownRollout]:
         append_bounded(self.run_dir / SAMPLES_FILE, samples, MAX_BYTES)
         return samples
-
-
-def _named(kind: SampleKind, group_id: int, sample_index: int) -> dict[str, object]:
-    return {"kind": kind, "group_id": group_id, "sample_index": sample_index}
 
 
 def read_samples(run_dir: Path, problems: list[str]) -> list[ShownRollout]:

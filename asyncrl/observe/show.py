@@ -99,12 +99,10 @@ def find_runs(folder: Path) -> list[Path]:
     )
 
 
-def newest_run(folder: Path = RUNS) -> Path:
+def newest_run() -> Path:
     """Return the run that was written last. Raises ConfigError if there is none."""
-    if not (runs := find_runs(folder)):
-        raise ConfigError(
-            f"{folder} has no run", way_out="name the directory of a run."
-        )
+    if not (runs := find_runs(RUNS)):
+        raise ConfigError(f"{RUNS} has no run", way_out="name the directory of a run.")
     return runs[0]
 
 
@@ -388,12 +386,10 @@ def _group_story(
     story["rollouts"] = [
         {
             **shown(prompt, rollout, decode, step=step, min_version=0),
-            **{
-                "kind": "finished",
-                "group_id": group_id,
-                "sample_index": index,
-                "staleness": None,
-            },
+            "kind": "finished",
+            "group_id": group_id,
+            "sample_index": index,
+            "staleness": None,
         }
         for index, rollout in rollouts_of(connection, group_id).items()
     ]

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -215,6 +216,7 @@ def listeners_of(
 # ---- the thread
 
 
+@dataclass(eq=False)
 class Background:
     """Calls trackers in one daemon thread, so that no client delays or ends the run.
 
@@ -225,20 +227,16 @@ class Background:
     resume.
     """
 
-    def __init__(
-        self,
-        observe: ObserveConfig,
-        warn: Callable[[str], None],
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        """`warn` may be called from the thread."""
-        self._observe = observe
-        self._warn = warn
-        self._callbacks = callbacks
+    observe: ObserveConfig
+    warn: Callable[[str], None]
+    """May be called from the thread."""
+    callbacks: Callbacks | None = None
+    num_dropped = 0
+
+    def __post_init__(self) -> None:
         self._calls = queue.Queue[tuple[str, tuple[Any, ...]]](MAX_WAITING)
         self._live: dict[str, Tracker] = {}
         self._thread = threading.Thread()
-        self.num_dropped = 0
 
     def start(self, run: TrackedRun) -> None:
         self._thread = threading.Thread(
@@ -248,10 +246,10 @@ class Background:
 
     def tell(self, method: str, *arguments: object) -> None:
         """Queue a call of every tracker."""
-        if self._callbacks is not None:
+        if self.callbacks is not None:
             # Here, in the run's own loop, so that an exception ends the run. The thread
             # below is for clients of others, which must not.
-            self._callbacks.tell(method, *arguments)
+            self.callbacks.tell(method, *arguments)
         if not self._thread.is_alive():
             return
         # The oldest call goes, not this one: `close`, the last, must arrive. Only the
@@ -261,7 +259,7 @@ class Background:
                 self._calls.get_nowait()
             if self.num_dropped == 0:
                 slow = f"slow trackers ({', '.join(self._live)})"
-                self._warn(
+                self.warn(
                     f"{slow}: dropping the oldest of {MAX_WAITING} calls; metrics.jsonl has all steps"
                 )
             self.num_dropped += 1
@@ -283,7 +281,7 @@ class Background:
                 # Python waits for the threads of such a client at its exit; the command
                 # then calls os._exit.
                 LEFT.extend(self._live)
-                self._warn(
+                self.warn(
                     f"trackers not done within {limit_s:g} s: {', '.join(self._live)}"
                 )
 
@@ -293,9 +291,9 @@ class Background:
         # `earlier` does not change: several evaluations of a version, and failed and
         # other samples of a step, share a number, and all of them are sent.
         sent = dict(earlier)
-        for name in self._observe.trackers:
+        for name in self.observe.trackers:
             with self._turned_off(name, "start"):
-                tracker = class_of(name)(**self._observe.tracker_args.get(name, {}))
+                tracker = class_of(name)(**self.observe.tracker_args.get(name, {}))
                 tracker.start(run)
                 self._live[name] = tracker
         method = ""
@@ -327,7 +325,7 @@ class Background:
             self._live.pop(name, None)
             LEFT.append(name)
             raised = f"{method}() raised {type(error).__name__}: {error!s:.500}"
-            self._warn(f"tracker {name} is turned off, the run continues: {raised}")
+            self.warn(f"tracker {name} is turned off, the run continues: {raised}")
 
 
 # ---- TensorBoard

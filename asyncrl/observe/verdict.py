@@ -266,6 +266,9 @@ class _Evidence(NamedTuple):
     def late(self, name: str) -> float:
         return self.steps.mean(name, recent(len(self.steps))) or 0.0
 
+    def ends(self, name: str) -> tuple[float, float]:
+        return self.first(name), self.late(name)
+
     @property
     def is_constant(self) -> bool:
         """Return whether all answers of the run earned the same."""
@@ -336,7 +339,7 @@ def _broken_by_rate(evidence: _Evidence) -> Iterator[_Finding]:
     if evidence.has_risen or evidence.is_constant:
         return
     entropies = evidence.steps.values("policy/entropy")
-    first, late = evidence.first("policy/entropy"), evidence.late("policy/entropy")
+    first, late = evidence.ends("policy/entropy")
     newest = {*entropies[-FIRST:]}
     is_frozen = len(newest) == 1 and late != first and not evidence.has_gradient
     ess = min(evidence.steps.values("policy/ess"), default=1.0)
@@ -375,7 +378,7 @@ def _no_signal(evidence: _Evidence) -> Iterator[_Finding]:
     """Find rewards without differences, and weights that stay."""
     steps = evidence.steps
     equal = evidence.late("reward/equal_fraction")
-    first, late = evidence.first("policy/entropy"), evidence.late("policy/entropy")
+    first, late = evidence.ends("policy/entropy")
     if evidence.is_constant:
         yield _Finding(
             f"every answer earned {evidence.late('reward/mean'):.3g}, so no answer was better than another",
@@ -414,7 +417,7 @@ def _cut_answers(evidence: _Evidence) -> Iterator[_Finding]:
     """Find answers that are cut. An untrained model begins so, and learns to end."""
     config = evidence.config
     metric = "sample/truncated_fraction"
-    first, late = evidence.first(metric), evidence.late(metric)
+    first, late = evidence.ends(metric)
     # Longer answers would earn the same.
     is_pointless = evidence.is_constant and evidence.late("reward/mean") != 0
     if late <= 0.5 or is_pointless:
@@ -440,7 +443,7 @@ def _cut_answers(evidence: _Evidence) -> Iterator[_Finding]:
 
 def _special_tokens(evidence: _Evidence) -> Iterator[_Finding]:
     metric = "sample/special_fraction"
-    first, late = evidence.first(metric), evidence.late(metric)
+    first, late = evidence.ends(metric)
     if evidence.has_risen and late - first >= GROWN:
         yield _Finding(
             f"{late:.0%} of the answers contain special tokens such as <|system|>, {first:.0%} at first",

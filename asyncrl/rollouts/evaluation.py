@@ -32,6 +32,16 @@ from asyncrl.rollouts.rollout import (
 from asyncrl.tasks.scorer import Scorers
 
 
+def add_reported(
+    values: Mapping[str, list[float]], rollout: Rollout, parts: str
+) -> None:
+    """Add a rollout's own metrics as task/NAME, and parts of its reward as PARTS/NAME."""
+    for name, value in rollout[0].metrics.items():
+        values[f"task/{name}"].append(value)
+    for name, value in rollout[0].part_values.items():
+        values[f"{parts}/{name}"].append(value)
+
+
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """Scored samples at `version`, with their prompt ids; others are set aside, counted
@@ -80,10 +90,7 @@ class EvalResult:
                 found["truncated_fraction"].append(
                     any(branch.is_truncated for branch in rollout)
                 )
-                for name, value in rollout[0].metrics.items():
-                    found[f"task/{name}"].append(value)
-                for name, value in rollout[0].part_values.items():
-                    found[f"part/{name}"].append(value)
+                add_reported(found, rollout, "part")
             # Samples of a prompt are not independent, so the standard error counts
             # prompts: more samples of the same prompts do not make it small.
             means = [fmean(of_prompt) for of_prompt in rewards.values()]
@@ -187,10 +194,9 @@ class HeldOut:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            if isinstance(outcome, FailedRollout):
-                ended.append(outcome.failure)
-            else:
-                ended.append(outcome)
+            ended.append(
+                outcome.failure if isinstance(outcome, FailedRollout) else outcome
+            )
         size = self.config.samples
         groups = [ended[at : at + size] for at in range(0, len(ended), size)]
         scored = await asyncio.gather(*map(self._score_group, self.prompts, groups))

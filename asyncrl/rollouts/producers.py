@@ -77,6 +77,13 @@ class RunningGroup:
         self.phases = dict.fromkeys(sorted(to_run), "sampling")
 
     @property
+    def group_id(self) -> GroupId:
+        return self.ticket.group_id
+
+    def rollout_id(self, index: int) -> str:
+        return f"g{self.group_id}/r{index}"
+
+    @property
     def is_usable(self) -> bool:
         # One rollout has no sibling to compare its reward with. Groups of one are the
         # user's choice.
@@ -112,10 +119,10 @@ class RunningGroup:
         branches = tuple(
             branch for _, rollout in sorted(self.rollouts.items()) for branch in rollout
         )
-        return Group(self.ticket.group_id, self.prompt, branches)
+        return Group(self.group_id, self.prompt, branches)
 
     def why_failed(self) -> str:
-        name = f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id})"
+        name = f"g{self.group_id} (prompt {self.prompt.prompt_id})"
         if odd := self.odd_parts:
             return (
                 f"{name} has rollouts without the parts of the reward {odd}, which others have; None is for "
@@ -267,7 +274,7 @@ class Producers:
         )
         self._groups[group_id] = group
         for index in group.phases:
-            name = f"g{group_id}/r{index}"
+            name = group.rollout_id(index)
             # The oldest group goes first: its deadline is the earliest, and its
             # siblings have begun to age.
             order = (ticket.start_version, group_id, index)
@@ -334,11 +341,11 @@ class Producers:
         if phase != "sampling":
             self._note_sampled(group)
         elif self._is_running(group):
-            self.sink.samples_again_nowait(group.ticket.group_id)
+            self.sink.samples_again_nowait(group.group_id)
 
     def _is_running(self, group: RunningGroup) -> bool:
         """Return False once the buffer has revoked the group, or it has failed."""
-        return self._groups.get(group.ticket.group_id) is group
+        return self._groups.get(group.group_id) is group
 
     def _note_sampled(self, group: RunningGroup) -> None:
         """Notify the buffer if a group only waits for rewards or teaching.
@@ -349,7 +356,7 @@ class Producers:
         phases = {*group.phases.values()}
         if self._is_running(group) and "sampling" not in phases:
             has_rewards = phases == {"teaching"} and not group.is_unscored
-            self.sink.sampled_nowait(group.ticket.group_id, has_rewards=has_rewards)
+            self.sink.sampled_nowait(group.group_id, has_rewards=has_rewards)
 
     async def _run_rollout(
         self, group: RunningGroup, attempt: RolloutAttempt, order: tuple[int, ...]
@@ -387,11 +394,11 @@ class Producers:
 
     def _fail(self, group: RunningGroup, failed: FailedRollout) -> None:
         self._failed[group.prompt.task] += 1
-        name = f"g{group.ticket.group_id}/r{failed.sample_index}"
+        name = group.rollout_id(failed.sample_index)
         self.late.withdraw_nowait(name, f"it has failed: {failed.failure.what}")
         self.last_failure = f"[{failed.failure.kind}] {failed.failure}"
         group.failures[failed.sample_index] = (failed.num_attempts, self.last_failure)
-        self.on_failed(group.ticket.group_id, group.prompt, failed)
+        self.on_failed(group.group_id, group.prompt, failed)
         self.runner.failures.check(failed.failure, self.name)
 
     def _sampled(self, group: RunningGroup) -> None:
@@ -402,7 +409,7 @@ class Producers:
         if not (is_open and group.is_usable):
             self._complete(group)
             return
-        group_id = group.ticket.group_id
+        group_id = group.group_id
         # With its tokens: a resume must not renew the time in which a batch can use it.
         self.sink.sampled_nowait(
             group_id, group.group(), has_rewards=not group.is_unscored
@@ -413,7 +420,7 @@ class Producers:
             group.tasks.append(task)
 
     def _await_nowait(self, group: RunningGroup, index: int, digest: str) -> None:
-        name = f"g{group.ticket.group_id}/r{index}"
+        name = group.rollout_id(index)
         weights = self.scorers.of(group.prompt).weights
         paid = functools.partial(with_outcome, group.rollouts[index], weights=weights)
         self.late.await_nowait(name, digest, paid)
@@ -434,7 +441,7 @@ class Producers:
         # The journal holds the rollout without its reward, so a run that is killed here
         # awaits it again.
         try:
-            name = f"g{group.ticket.group_id}/r{index}"
+            name = group.rollout_id(index)
             outcome = await self.late.wait(name, digest)
         except RewardFailure as failure:
             if not self._is_running(group):
@@ -452,7 +459,6 @@ class Producers:
         # The journal holds the rollouts without rewards. A run that is killed here
         # scores the group again; once group_scored is written, no more. The same holds
         # for annotations.
-        group_id = group.ticket.group_id
         prompt = group.prompt
         if group.is_unscored:
             scored = await score_group(
@@ -462,7 +468,7 @@ class Producers:
                 return
             self._rewarded(group, scored)
         if group.is_usable and group.lacks(self.columns):
-            self.sink.sampled_nowait(group_id, has_rewards=True)
+            self.sink.sampled_nowait(group.group_id, has_rewards=True)
             annotated = await annotate_group(self.annotations, prompt, group.rollouts)
             if not self._is_running(group):
                 return
@@ -495,11 +501,10 @@ class Producers:
             seen = functools.partial(tuple, rollouts.pop(index))
             self._fail(group, FailedRollout(index, 1, failure, seen))
         whys = {index: group.failures[index][1] for index in failed}
-        group_id = group.ticket.group_id
-        self.journal.add_scores_nowait(group_id, scored, whys, earned)
+        self.journal.add_scores_nowait(group.group_id, scored, whys, earned)
 
     def _complete(self, running: RunningGroup) -> None:
-        group_id = running.ticket.group_id
+        group_id = running.group_id
         start_version = running.ticket.start_version
         prompt = running.prompt
         del self._groups[group_id]  # first: the buffer may revoke the group now
@@ -545,7 +550,7 @@ class Producers:
 
     def _withdraw(self, group: RunningGroup, why: str) -> None:
         for index in {*range(group.size), *group.rollouts}:
-            self.late.withdraw_nowait(f"g{group.ticket.group_id}/r{index}", why)
+            self.late.withdraw_nowait(group.rollout_id(index), why)
 
     def _end_unused(
         self,

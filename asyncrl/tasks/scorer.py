@@ -168,11 +168,12 @@ class TaskScorer:
         self.weights: Mapping[str, float] = config.reward_weights
         """Of the reward's parts."""
         self.shows_special = config.special_tokens == "visible"
-        self._text_of = partial(
-            answer_text, tokenizer, shows_special=self.shows_special
-        )
+        self._tokenizer = tokenizer
         self._score, takes_group = score_of(task)
-        self.asked = _asked_by(config, clients_of)
+        self.asked: AskedScorer | None = None
+        if config.scored_by is not None:
+            make = load_place(rows("rewards")[config.scored_by.kind].scorer)
+            self.asked = make(config, clients_of)
         if self.asked is not None:
             takes_group = self.asked.scores_groups
         self.scores_groups = self.has_score and takes_group
@@ -218,7 +219,9 @@ class TaskScorer:
 
     def text_of(self, sampled: Completion) -> str:
         """Return the text that the reward sees."""
-        return self._text_of(sampled.token_ids)
+        return answer_text(
+            self._tokenizer, sampled.token_ids, shows_special=self.shows_special
+        )
 
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward | list[float]:
         """Return the reward of a completion, or of each sampled token. Raises
@@ -329,14 +332,6 @@ class TaskScorer:
             await self._processes.end()
         if self.asked is not None:
             await self.asked.aclose()
-
-
-def _asked_by(config: TaskConfig, clients_of: ClientsOf) -> AskedScorer | None:
-    if config.scored_by is None:
-        return None
-    make = load_place(rows("rewards")[config.scored_by.kind].scorer)
-    asked: AskedScorer | None = make(config, clients_of)
-    return asked
 
 
 def _too_slow(config: TaskConfig) -> UserCodeFailed:

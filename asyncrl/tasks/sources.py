@@ -147,7 +147,7 @@ def make_prompt_source(
 # ---- tasks of evaluations
 
 
-def take_prompts(config: EvalConfig, task: PromptTask, label: str = "") -> EvalTask:
+def take_prompts(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
     """Return the task and its held-out prompts, the same in every run. `label`: prefix
     of their ids. Raises ConfigError.
     """
@@ -161,7 +161,7 @@ def take_prompts(config: EvalConfig, task: PromptTask, label: str = "") -> EvalT
         seed=EVAL_SEED,
         shuffle=False,
         system_prompt=config.task.system_prompt,
-        label=label or config.name or "",
+        label=label,
     )
     return task, tuple(prompts.make(0, index) for index in range(config.num_prompts))
 

@@ -33,7 +33,7 @@ RUN_ID = "a run"
 
 
 def open_journal(path: Path) -> Journal:
-    return Journal.open(path, run_id=RUN_ID)
+    return Journal(path, run_id=RUN_ID)
 
 
 def make_prompt(group_id: int) -> Prompt:

@@ -463,12 +463,8 @@ def _turns(
         )
     turns = dict[ChatNode, Earned]()
     for node in nodes:
-        state = states.get(node.name) or _prompt_digest(node)
+        read = Prefix() if node.parent is None else node.parent.whole
+        _, digest = read.then(node.ids[: node.num_added]).place
+        state = states.get(node.name) or digest.hex()
         turns[node] = (rewards.get(node.name, 0.0), node.order, state)
     return turns
-
-
-def _prompt_digest(node: ChatNode) -> str:
-    read = Prefix() if node.parent is None else node.parent.whole
-    _, digest = read.then(node.ids[: node.num_added]).place
-    return digest.hex()

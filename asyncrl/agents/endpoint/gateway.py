@@ -61,7 +61,7 @@ from asyncrl.agents.endpoint.sub_agents import Agent, agent_of
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
-from asyncrl.base.waits import within
+from asyncrl.base.waits import at_most, within
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingParameters
@@ -496,10 +496,9 @@ async def _read_rest(request: Request) -> None:
     before the client has read its answer.
     """
     cycle = request.scope["connection"].cycle
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            while cycle.more_body and not (cycle.keep_alive or cycle.disconnected):
-                await request.receive()
+    async with at_most(READ_TIMEOUT_S):
+        while cycle.more_body and not (cycle.keep_alive or cycle.disconnected):
+            await request.receive()
 
 
 BACKLOG = 1024

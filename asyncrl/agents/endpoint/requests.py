@@ -10,7 +10,7 @@ import logging
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
@@ -666,28 +666,22 @@ AnyRequest = ChatRequest | TextRequest
 Shape = TypeVar("Shape", bound=CallParameters)
 
 
+@dataclass(eq=False)
 class RequestReader:
     """Parser of JSON bodies. Logs each ignored name once."""
 
-    def __init__(
-        self,
-        rules: CallRules,
-        joint: str = "\n",
-        variables: Collection[str] = (),
-    ) -> None:
-        """`joint`: what the chat template writes between two texts of a message.
-        `variables`: names that it reads.
-        """
-        self._rules = rules
-        self._joint = joint
-        self.variables = variables
-        self._logged: set[str] = set()
-        self.num_with_notes = 0
-        """Calls with a note in place of an image or a file."""
+    rules: CallRules
+    joint: str = "\n"
+    """Text that the chat template writes between two texts of a message."""
+    variables: Collection[str] = ()
+    """Names that the template reads."""
+    num_with_notes: int = field(default=0, init=False)
+    """Calls with a note in place of an image or a file."""
+    _logged: set[str] = field(default_factory=set, init=False)
 
     def chat(self, body: dict[str, Any]) -> ChatRequest:
         """Check the body of a chat. Raises ApiError."""
-        reading = Reading(self._joint)
+        reading = Reading(self.joint)
         asked = self.checked(body, ChatRequest, reading)
         if reading.has_notes:
             self.num_with_notes += 1
@@ -730,7 +724,7 @@ class RequestReader:
     def text(self, body: Mapping[str, object]) -> TextRequest:
         asked = self.checked(body, TextRequest)
         self._settle_sampling(asked)
-        last = self._rules.vocab_size - 1
+        last = self.rules.vocab_size - 1
         if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) > last:
             raise invalid(
                 f"prompt contains {shown(largest)}; the model has ids 0 to {last}.",
@@ -826,12 +820,12 @@ class RequestReader:
             asked.top_p = asked.top_k = asked.min_p = None
         if asked.top_k == -1:
             asked.top_k = 0
-        if fault := bias_fault(asked.logit_bias or {}, self._rules.vocab_size):
+        if fault := bias_fault(asked.logit_bias or {}, self.rules.vocab_size):
             raise invalid(f"{fault.error}; {fault.rule}.", "logit_bias")
         for name, value in asked.sampling.items():
-            fixed = getattr(self._rules.sampling, name)
+            fixed = getattr(self.rules.sampling, name)
             if value != fixed:
-                if self._rules.on_sampling_override == "honour":
+                if self.rules.on_sampling_override == "honour":
                     continue
                 # A client forbids or forces tokens with it, and could not read other
                 # answers.

@@ -13,7 +13,7 @@ import sys
 import tomllib
 from base64 import b32encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -139,6 +139,7 @@ broken call would otherwise cost quadratic time.
 """
 
 
+@dataclass(eq=False, repr=False)
 class AnswerReader:
     """Reads an answer while it grows: its leading `thought`, its `calls`, and its
     `content`, the text outside the calls. They only grow.
@@ -148,25 +149,30 @@ class AnswerReader:
     number of times.
     """
 
-    def __init__(
-        self,
-        tool_format: ToolFormat,
-        tools: Tools = (),
-        *,
-        name: str = "",
-        is_thinking: bool = False,
-        splits_thought: bool = False,
-        most_calls: int = sys.maxsize,
-    ) -> None:
-        """`name`: for call ids. `is_thinking`: a thought is open. `splits_thought`: no
-        content has it. `most_calls`: others stay hidden.
-        """
-        self._name = name
-        self.tools = tools
-        functions = [tool["function"] for tool in tools]
+    tool_format: ToolFormat
+    tools: Tools = ()
+    _: KW_ONLY
+    name: str = ""
+    """For call ids."""
+    is_thinking: bool = False
+    """A thought is open."""
+    splits_thought: bool = False
+    """No content has the thought."""
+    most_calls: int = sys.maxsize
+    """Others stay hidden."""
+    num_shown = 0
+    """Calls that began in an earlier feed."""
+    text = ""
+    """Unread text, with some text before it."""
+    at = 0
+    is_last = False
+    is_malformed = False
+    _is_cut = False
+    _num_new = 0
+
+    def __post_init__(self) -> None:
+        functions = [tool["function"] for tool in self.tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
-        self.is_thinking = is_thinking
-        self.splits_thought = splits_thought
         self.blocks: list[Block] = []
         """In the order in which they were sampled."""
         self.pieces: list[tuple[Block, str]] = []
@@ -174,21 +180,10 @@ class AnswerReader:
         self.calls: list[Block] = []
         self.call = Block("call")
         """The last call; it may be hidden."""
-        self.most_calls = most_calls
         self._space: list[str] = []
         """White space at the end of a text, held until more of the text follows."""
-        self._is_cut = False
-        self.num_shown = 0
-        """Calls that began in an earlier feed."""
-        self.text = ""
-        """Unread text, with some text before it."""
-        self.at = 0
-        self.is_last = False
-        self.is_malformed = False
-        self._format = tool_format
         self._new: list[str] = []
-        self._num_new = 0
-        self._steps: Iterator[None] = tool_format.steps(self)
+        self._steps: Iterator[None] = self.tool_format.steps(self)
 
     @property
     def thought(self) -> str:
@@ -219,14 +214,16 @@ class AnswerReader:
             self.is_malformed = True
             # The rest is text, unless a call has begun.
             self._steps = (
-                iter(()) if self.calls else self._format.without_tools.read_text(self)
+                iter(())
+                if self.calls
+                else self.tool_format.without_tools.read_text(self)
             )
             next(self._steps, None)
 
     def begin(self, name: str, own_id: str | None = None) -> None:
         self.cut()
         number = len(self.calls)
-        id = call_id(self._name, number)
+        id = call_id(self.name, number)
         if own_id and self.is_free(own_id):
             id = own_id
         self.call = Block("call", number, name=name, id=id)

@@ -115,7 +115,9 @@ class OpenEnvHarness:
                 f"generator.args does not fit generator.openenv: {first_fault(error)}",
                 rule=f"its keys are {known}",
             ) from error
-        self._client_class = _client_class(self._said)
+        with needing("openenv", self._said):
+            from openenv.core import GenericEnvClient
+        self._client_class: Any = GenericEnvClient
         self._found: Shape | None = None
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
@@ -153,7 +155,7 @@ class OpenEnvHarness:
                     if action is not None:
                         step = await self._step_text(client, action)
                 given.append((answer.id, step.reward))
-                states[answer.id] = _digest(state)
+                states[answer.id] = blake2b(state.encode(), digest_size=16).hexdigest()
                 state = "\n".join(message["content"] for message in step.shown)
                 messages += step.shown
                 is_done = step.is_done
@@ -392,16 +394,6 @@ def _read_direct(url: str, timeout_s: float) -> bytes:
     with direct.open(url, timeout=timeout_s) as answer:
         content: bytes = answer.read()
     return content
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _client_class(said: str) -> Any:
-    with needing("openenv", said):
-        from openenv.core import GenericEnvClient
-    return GenericEnvClient
 
 
 def _add_text(messages: list[Any], text: str) -> None:

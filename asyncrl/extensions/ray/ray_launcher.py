@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import (
 
 from asyncrl.base.errors import ComponentError, ConfigError, NodeLost, WeightsLost
 from asyncrl.base.signals import IGNORE_IN_SHELL
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import at_most, waiting
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import ONE_THREAD
 from asyncrl.launch.machine import (
@@ -198,9 +198,8 @@ class RayLauncher(Launcher):
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
         self._held.clear()
         if self._group is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOST_S):
-                    await asyncio.to_thread(remove_placement_group, self._group)
+            async with at_most(LOST_S):
+                await asyncio.to_thread(remove_placement_group, self._group)
             self._group = None
 
     def close(self) -> None:
@@ -498,11 +497,10 @@ class Host:
     ) -> int | None:
         """Call a method of a process; return its exit code, or None while it runs."""
         child = self._children[key]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                answer = getattr(child, method)()
-                if answer is not None:
-                    await answer
+        async with at_most(limit_s):
+            answer = getattr(child, method)()
+            if answer is not None:
+                await answer
         return child.returncode
 
     async def free_port(self) -> int:

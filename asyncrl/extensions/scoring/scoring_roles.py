@@ -137,9 +137,7 @@ def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
     maker = replace(maker_of(teacher.engine), client=client)
     if teacher.is_embedded:
         maker = ServerMaker(TEACHER_SERVER, _teacher_spec, client)
-    remote = Caller("", "", "")
-    if teacher.base_url is not None:
-        remote = remote_caller(teacher)
+    remote = remote_caller(teacher)
     return Role(
         name=name,
         maker=maker,
@@ -156,8 +154,8 @@ def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
 
 
 def remote_caller(teacher: TeacherConfig) -> Caller:
-    assert teacher.base_url is not None
-    url = teacher.base_url.rstrip("/").removesuffix("/v1")
+    """Return the caller of base_url; of no address if the run serves the teacher."""
+    url = (teacher.base_url or "").rstrip("/").removesuffix("/v1")
     return Caller(TEACHER, url, os.environ.get(teacher.key_variable or "", ""))
 
 

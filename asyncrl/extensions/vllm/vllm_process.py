@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from asyncrl.base.errors import ConfigError, EngineError, ErrorBody
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.base.waits import Signal
+from asyncrl.base.waits import Signal, at_most
 from asyncrl.engines.openai_scope import (
     ASK_AGAIN_S,
     Json,
@@ -234,10 +234,9 @@ class VllmProcess(OpenAIScope):
             # vLLM accepts an abort of an id that it does not know yet, and does
             # nothing. So it is repeated until the request's own answer arrives.
             await self.abort(wire_ids)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ASK_AGAIN_S):
-                    for segment in segments:
-                        await segment.answered.wait()
+            async with at_most(ASK_AGAIN_S):
+                for segment in segments:
+                    await segment.answered.wait()
 
     async def tell(
         self,

@@ -10,6 +10,7 @@ import io
 import math
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,7 @@ def check_request(
         )
 
 
+@dataclass(eq=False, repr=False)
 class Segment:
     """A request to vLLM and the tokens of its answer.
 
@@ -81,39 +83,36 @@ class Segment:
         tokens, all before any load. `_labels` come with the end and cover all tokens.
     """
 
-    def __init__(
-        self,
-        process: VllmProcess,
-        request: SamplingRequest,
-        requirements: VllmRequirements,
-        on_chunk: OnChunk,
-    ) -> None:
-        self.request = request
-        self.on_chunk = on_chunk
+    process: VllmProcess
+    request: SamplingRequest
+    requirements: VllmRequirements
+    on_chunk: OnChunk
+    is_sent = False
+    is_aborted = False
+    is_certain = True
+    _num_told = 0
+
+    def __post_init__(self) -> None:
+        request = self.request
         # The pool sends a request again under the same name, and the abort of an
         # earlier segment must not end this one.
         self.wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
-        self.is_sent = self.is_aborted = False
-        self.is_certain = True
         self.answered = asyncio.Event()
-        self._process = process
-        self._requirements = requirements
-        self._watch = joint_watch(request, requirements)
+        self._watch = joint_watch(request, self.requirements)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[int, float]]] = []
-        self._has_supports = request.is_cut and requirements.returns_supports
+        self._has_supports = request.is_cut and self.requirements.returns_supports
         self._supports: list[list[int]] = []
         self._finish: Finish | None = None
         self._labels: list[LabelSpan] | None = None
         self._routed: str | None = None
-        self._num_told = 0
 
     async def sample(self) -> SegmentPart:
         """Return the end of the segment. If it was aborted before it was sent, it has no
         tokens. Raises RequestRefused, EngineLost or EngineError.
         """
-        process = self._process
+        process = self.process
         async with process.calls():
             process.segments[self.wire_id] = self
             try:
@@ -155,7 +154,7 @@ class Segment:
 
     async def _ask(self) -> None:
         """Read the whole answer, or a stream to its end, which has the weight labels."""
-        process, watch, request = self._process, self._watch, self.request
+        process, watch, request = self.process, self._watch, self.request
         if self.on_chunk is None and watch is None:
             self._add(await process.post(GENERATE, self._body(), Generated))
             return
@@ -195,7 +194,7 @@ class Segment:
         """Return the body. vLLM restarts its random stream per request, so the seed (63
         bits) depends on the segment's position.
         """
-        request, requirements = self.request, self._requirements
+        request, requirements = self.request, self.requirements
         # With only the seed, every segment would draw the same numbers as the first.
         place = f"{request.seed}|{len(request.prompt_ids)}".encode()
         special = requirements.special_ids
@@ -220,7 +219,7 @@ class Segment:
             # They are part of the prompt for vLLM, but of the answer for its grammar
             # and its penalties.
             sampling["extra_args"] = {"num_resumed": request.num_resumed}
-        process = self._process
+        process = self.process
         return vllm_request(
             ids_of(request), self.wire_id, process.label, process.model, **sampling
         )
@@ -250,7 +249,7 @@ class Segment:
         # Here, not at the end: chunks pair tokens and logprobs by position.
         if not len(self._logprobs) == num_top == num_supports == num_tokens:
             raise EngineError(
-                self._process.name,
+                self.process.name,
                 f"answered request {self.request.request_id} with {num_tokens} tokens, {len(self._logprobs)} "
                 f"logprobs, {num_top} lists of alternatives and {num_supports} supports",
                 rule="each token has one logprob, and one support if top_p, top_k or min_p cut",
@@ -325,7 +324,7 @@ class Segment:
             if label.start < end:
                 spans.append(
                     VersionSpan(
-                        label.start, end, self._process.version_of(label.version)
+                        label.start, end, self.process.version_of(label.version)
                     )
                 )
         is_labelled = bool(spans) or not self._token_ids
@@ -341,15 +340,15 @@ class Segment:
             what += f"{len(self._token_ids)} tokens and labels {labels}"
             rule = "vLLM reports an answer's end and the label of each token; one run sets the labels"
             way_out = "use vLLM 0.32 or 0.33, and give each run its own servers."
-            raise EngineError(self._process.name, what, rule=rule, way_out=way_out)
+            raise EngineError(self.process.name, what, rule=rule, way_out=way_out)
         answer = self._part(spans, self._finish)
-        self._check.accept(answer, newest=self._process.version)
+        self._check.accept(answer, newest=self.process.version)
         return answer
 
     def _experts(self) -> npt.NDArray[np.uint16] | None:
         """Return ROUTING of the prompt and all sampled tokens."""
         num_tokens = len(self._token_ids)
-        if not self._requirements.returns_routing or not num_tokens:
+        if not self.requirements.returns_routing or not num_tokens:
             return None
         assert self._routed is not None, "the server has --enable-return-routed-experts"
         num_read = len(self.request.prompt_ids) + num_tokens - 1
@@ -357,7 +356,7 @@ class Segment:
         read = decode_experts(self._routed)[:num_read]
         if len(read) != num_read:
             raise EngineError(
-                self._process.name,
+                self.process.name,
                 f"answered request {self.request.request_id} with the experts of {len(read)} of {num_read} "
                 "read tokens",
                 rule="algorithm.router_replay needs the experts of every token that is read",

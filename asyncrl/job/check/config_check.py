@@ -167,7 +167,7 @@ def validate(
     read. `needs_weights`: False accepts a model folder with only config.json. Raises
     ConfigError.
     """
-    algorithms = [config.algorithm, *config.algorithms.values()]
+    algorithms = config.all_algorithms
     for algorithm in algorithms:
         resolve(algorithm)
     found = Found()
