@@ -21,7 +21,9 @@ from asyncrl.messages.records import (
     Ticket,
     Trajectory,
     by_task,
+    num_sampled,
     part_of,
+    versions_of,
 )
 
 MAX_FILTERED_GROUPS = 256
@@ -449,15 +451,11 @@ def groups_of_part(groups: Sequence[Group], part_tokens: int) -> int:
 def _num_tokens(group: Group) -> int:
     """Return about the tokens that the trainer computes: its rollouts share a prompt."""
     shared = max(len(one.tokens) - one.num_sampled for one in group.trajectories)
-    return shared + sum(one.num_sampled for one in group.trajectories)
+    return shared + num_sampled(group.trajectories)
 
 
 def _versions(group: Group) -> tuple[int, int]:
-    versions = [
-        span.version
-        for trajectory in group.trajectories
-        for span in trajectory.tokens.spans
-    ]
+    versions = versions_of(group.trajectories)
     return min(versions), max(versions)
 
 

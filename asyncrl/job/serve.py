@@ -42,7 +42,13 @@ from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.supervise import start_all
-from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
+from asyncrl.messages.records import (
+    GroupId,
+    Outcome,
+    Prompt,
+    Rollout,
+    num_sampled,
+)
 from asyncrl.observe.console import RunLog, logging_to
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
@@ -445,8 +451,9 @@ def _reward_text(reward: float | None) -> str:
 
 
 def _shape_text(rollout: Rollout) -> str:
-    num_sampled = sum(branch.num_sampled for branch in rollout)
-    text = f"{several(num_turns(rollout), 'turn')}, {num_sampled} sampled tokens"
+    text = (
+        f"{several(num_turns(rollout), 'turn')}, {num_sampled(rollout)} sampled tokens"
+    )
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sqlite3
 import threading
@@ -40,7 +41,16 @@ from asyncrl.journal.schema import (
     encode_trajectory,
     open_to_write,
 )
-from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    GroupId,
+    Prompt,
+    Rollout,
+    Ticket,
+    num_sampled,
+    versions_of,
+)
 
 Args = ParamSpec("Args")
 T = TypeVar("T")
@@ -179,7 +189,7 @@ def _add_rollouts(
         " WHERE group_id = :group AND state = 'running'",
         {
             "num_rollouts": len(rollouts),
-            "num_sampled": sum(branch.num_sampled for branch in branches),
+            "num_sampled": num_sampled(branches),
             "reward": sum(float(rollout[0].reward) for rollout in rollouts),
             "oldest": _oldest_version(rollouts),
             "group": group_id,
@@ -218,9 +228,7 @@ def _add_rollouts(
 
 
 def _oldest_version(rollouts: Iterable[Rollout]) -> int | None:
-    branches = (branch for rollout in rollouts for branch in rollout)
-    versions = (span.version for branch in branches for span in branch.tokens.spans)
-    return min(versions, default=None)
+    return min(versions_of(itertools.chain(*rollouts)), default=None)
 
 
 def _add_failure(
@@ -276,7 +284,7 @@ def _add_scores(
     # Only for failures: it decodes all tokens of the group.
     kept = rollouts_of(connection, group_id) if failures else {}
     for sample_index, why in failures.items():
-        num_sampled = sum(branch.num_sampled for branch in kept.pop(sample_index))
+        num_lost = num_sampled(kept.pop(sample_index))
         connection.execute(
             "DELETE FROM trajectories WHERE group_id = ? AND sample_index = ?",
             (group_id, sample_index),
@@ -285,7 +293,7 @@ def _add_scores(
             "UPDATE groups SET num_rollouts = num_rollouts - 1, num_sampled = num_sampled - :num,"
             " lost_tokens = lost_tokens + :num, oldest_version = :oldest WHERE group_id = :group",
             {
-                "num": num_sampled,
+                "num": num_lost,
                 "oldest": _oldest_version(kept.values()),
                 "group": group_id,
             },

@@ -7,7 +7,7 @@ first sampled token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import (
@@ -318,6 +318,16 @@ class Trajectory:
 
 Rollout = tuple[Trajectory, ...]
 """The branches of one finished rollout."""
+
+
+def num_sampled(branches: Iterable[Trajectory]) -> int:
+    """Return the number of sampled tokens of all branches."""
+    return sum(branch.num_sampled for branch in branches)
+
+
+def versions_of(branches: Iterable[Trajectory]) -> list[int]:
+    """Return the policy_version of each span of sampled tokens."""
+    return [span.version for branch in branches for span in branch.tokens.spans]
 
 
 MAIN_AGENT = "main"

@@ -18,7 +18,14 @@ import numpy as np
 
 from asyncrl.base.extensions import extensions
 from asyncrl.config.eval_config import PARTS_OF_EVALS
-from asyncrl.messages.records import Batch, Group, Rollout, Trajectory, epoch_of
+from asyncrl.messages.records import (
+    Batch,
+    Group,
+    Rollout,
+    Trajectory,
+    epoch_of,
+    num_sampled,
+)
 from asyncrl.rollouts.evaluation import add_reported
 
 GaugeKind = Literal["step", "now", "total", "eval"]
@@ -147,7 +154,7 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
     ]
     # By the oldest token in the loss: that is what buffer.max_staleness bounds.
     ages = [batch.version - min(versions) for versions in oldest if versions]
-    num_sampled = sum(branch.num_sampled for rollout in rollouts for branch in rollout)
+    num_all = sum(map(num_sampled, rollouts))
     num_trained = sum(num for branches in kept for num, _ in branches)
     metrics = {
         # All branches of a rollout have its reward, so each rollout counts once.
@@ -161,12 +168,12 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
         "sample/unfinished_fraction": fmean(
             _is_unfinished(rollout, special) for rollout in rollouts
         ),
-        "sample/masked_fraction": 1 - num_trained / num_sampled if num_sampled else 0.0,
+        "sample/masked_fraction": 1 - num_trained / num_all if num_all else 0.0,
         "sample/interrupted_fraction": fmean(
             any(branch.num_interruptions for branch in r) for r in rollouts
         ),
         "sample/epoch": max(epoch_of(group.prompt.prompt_id) for group in batch.groups),
-        "tokens/sampled": num_sampled,
+        "tokens/sampled": num_all,
         "tokens/trained": num_trained,
         **_means(rollouts, ""),
     }
@@ -191,9 +198,7 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
 def _means(rollouts: Sequence[Rollout], ending: str) -> dict[str, float]:
     return {
         f"reward/mean{ending}": fmean(rollout[0].reward for rollout in rollouts),
-        f"sample/length_mean{ending}": fmean(
-            sum(branch.num_sampled for branch in r) for r in rollouts
-        ),
+        f"sample/length_mean{ending}": fmean(map(num_sampled, rollouts)),
         f"sample/truncated_fraction{ending}": fmean(
             any(b.is_truncated for b in r) for r in rollouts
         ),

@@ -20,7 +20,16 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
+from asyncrl.messages.records import (
+    Batch,
+    Group,
+    GroupId,
+    Prompt,
+    Rollout,
+    Trajectory,
+    num_sampled,
+    versions_of,
+)
 from asyncrl.observe.metrics import rollouts_of
 from asyncrl.observe.run_dir import append_bounded, cut_steps, older_of, read_bounded
 from asyncrl.observe.run_numbers import plain, several
@@ -146,7 +155,7 @@ def shown(
 
     `min_version`: oldest version in the loss; None if it was not trained on.
     """
-    versions = [span.version for branch in rollout for span in branch.tokens.spans]
+    versions = versions_of(rollout)
     in_loss = [
         version
         for version in versions
@@ -168,7 +177,7 @@ def shown(
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()}
         if rollout
         else {},
-        "num_sampled": sum(branch.num_sampled for branch in rollout),
+        "num_sampled": num_sampled(rollout),
         "versions": [int(min(versions)), int(max(versions))] if versions else [],
         "staleness": int(step - 1 - min(in_loss)) if in_loss else None,
         "logprob_gap": gap,
@@ -268,7 +277,7 @@ def _mates(
     """
     # About four characters are a token; with up to MAX_MATES others of an eighth of the
     # sample's length each, the group takes as much space as the sample.
-    most = max(MATE_CHARS, sum(branch.num_sampled for branch in own) // 2)
+    most = max(MATE_CHARS, num_sampled(own) // 2)
     others = [
         rollout
         for rollout in rollouts_of(group)
@@ -287,7 +296,7 @@ def _mates(
                 last.sample_index,
                 round(float(last.reward), 6),
                 advantages.get((group.group_id, last.sample_index)),
-                sum(branch.num_sampled for branch in rollout),
+                num_sampled(rollout),
                 _cut(_middle_cut(text, most)),
             )
         )

@@ -19,7 +19,13 @@ from asyncrl.base.failures import FailureKind
 from asyncrl.base.waits import Signal, clock, note_span, waiting, within
 from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.records import GroupId, Prompt, Rollout
+from asyncrl.messages.records import (
+    GroupId,
+    Prompt,
+    Rollout,
+    num_sampled,
+    versions_of,
+)
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.rollout import (
     FailedRollout,
@@ -84,9 +90,7 @@ class EvalResult:
             found = defaultdict[str, list[float]](list)
             for prompt_id, rollout in self.samples:
                 rewards[prompt_id].append(rollout[0].reward)
-                found["length_mean"].append(
-                    sum(branch.num_sampled for branch in rollout)
-                )
+                found["length_mean"].append(num_sampled(rollout))
                 found["truncated_fraction"].append(
                     any(branch.is_truncated for branch in rollout)
                 )
@@ -208,9 +212,7 @@ class HeldOut:
                 failures[rollout.kind] += 1
                 last_failure = str(rollout)
                 continue
-            versions = {
-                span.version for branch in rollout for span in branch.tokens.spans
-            }
+            versions = {*versions_of(rollout)}
             assert versions == {version}, (
                 f"an evaluation of policy_version {version} has tokens of {versions}"
             )

@@ -48,6 +48,7 @@ from asyncrl.messages.records import (
     SessionRules,
     Trajectory,
     Work,
+    num_sampled,
     total,
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
@@ -285,7 +286,7 @@ class RolloutAttempt:
             0 if self.partial is None else self.partial.tokens.num_sampled
         )
         if isinstance(outcome, tuple):
-            num_lost -= sum(branch.num_sampled for branch in outcome)
+            num_lost -= num_sampled(outcome)
         else:
             num_lost -= self.num_kept
         is_failed = isinstance(outcome, RolloutFailure)
