@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import (
+    EnginePart,
     GroupMember,
     LoadChunkRequest,
     Loaded,
@@ -23,11 +24,11 @@ from asyncrl.weights.tensor_files import (
     pieces_of,
     rename_adapters,
     stored_names,
-    stored_pieces,
     weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.fixed_memory import FixedTensors
+from asyncrl_servers.embedded.row_adapters import Adapter
 from asyncrl_servers.weight_state import (
     Arrived,
     WeightState,
@@ -37,26 +38,38 @@ from asyncrl_servers.weight_state import (
 
 
 class Weights(WeightState):
-    """Serving weights: the tensors that pushes bring, which are all weights or the
-    adapters, and with adapters the initial weights, which no push brings.
+    """Serving weights: the tensors that pushes bring, which are all weights or an
+    adapter. Those of the run's own adapter also hold the initial weights, which no push
+    brings.
     """
 
-    def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        spec: EmbeddedSpec,
+        adapter: Adapter | None = None,
+        asleep: Iterable[EnginePart] = (),
+    ) -> None:
+        """`adapter`: None for the run's own. Others have no content before their first
+        push.
+        """
+        self.adapter = adapter or loaded.adapter
         self._initial = weights_of(loaded.model)
-        self._pieces = stored_pieces(loaded.model, self._initial)
+        self._pieces = loaded.pieces
         self._parameters = self._initial
-        self._has_adapters = spec.adapters is not None
+        self._has_adapters = self.adapter.spec is not None
         if self._has_adapters:
             names = stored_names(self._pieces)
-            self._parameters = rename_adapters(loaded.adapters, names)
+            self._parameters = rename_adapters(self.adapter.tensors, names)
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
-        super().__init__(self._stored_kinds.keys())
+        super().__init__(self._stored_kinds.keys(), asleep)
+        self.has_content = adapter is None
         self._device = loaded.device
         self._stays = spec.stays
         self._aside: Aside | None = None
         """Of initial weights that no push brings."""
-        if spec.aside_dir is not None:
+        if spec.aside_dir is not None and adapter is None:
             self._aside = Aside(loaded.device, spec.aside_dir)
         self.num_bytes: int = sum(
             parameter.nbytes for parameter in self._parameters.values()

@@ -11,7 +11,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from transformers import DynamicCache
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rows import RowCall, by_row, joined
+
+if TYPE_CHECKING:
+    from asyncrl_servers.embedded.row_adapters import AdapterRows
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """Names that transformers gives a module's cache, the newest first."""
@@ -34,6 +37,10 @@ class Running(threading.local):
     max_length = 0
     place = 0
     """Number of the next attention call."""
+    adapters: Sequence[AdapterRows] = ()
+    """Of the call's rows; (): all have the run's own."""
+    head_adapters: Sequence[AdapterRows] = ()
+    """Of the rows that reach the head."""
     mixer = ""
     """The module with a state that is being computed."""
 
@@ -48,6 +55,8 @@ class Cut(NamedTuple):
     cache: DynamicCache | None
     is_first: bool
     """The texts start here."""
+    adapters: Sequence[AdapterRows] = ()
+    """Of these texts."""
 
 
 def states_of(cache: DynamicCache | None) -> list[tuple[dict[int, Tensor], int]]:
@@ -144,9 +153,10 @@ class Mixer:
         bound = self._signature.bind(*args, **options)
         calls = list[RowCall]()
         outputs = list[object]()
-        running.mixer = self._name
+        running.mixer, adapters = self._name, running.adapters
         try:
-            for place_SL, cache, is_first in running.pass_.cuts:
+            for place_SL, cache, is_first, of_cut in running.pass_.cuts:
+                running.adapters = of_cut
                 # Some modules ignore their state when they read several tokens. Those
                 # get the tokens of a continued text one by one.
                 size = place_SL.shape[1] if is_first or self.is_continuing else 1
@@ -156,7 +166,7 @@ class Mixer:
                 if running.pass_.known is not None:
                     self._probe(bound, place_SL, cache)
         finally:
-            running.mixer = ""
+            running.mixer, running.adapters = "", adapters
         return joined(outputs, calls, ALL)
 
     def _read(
