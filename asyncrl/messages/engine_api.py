@@ -103,9 +103,7 @@ class AdapterSpec(Message):
 
 
 class OpenRequest(AdapterSpec):
-    """Make room for the adapter with this name. Its first push brings the content.
-    Idempotent.
-    """
+    """Make room for another adapter. Its first push brings the content."""
 
     adapter: str = Field(min_length=1)
 
@@ -117,9 +115,7 @@ class DropRequest(Message):
 
 
 class OpenAdapters(Message):
-    """`versions`: policy_version of each open adapter by name."""
-
-    versions: dict[str, int]
+    names: list[str]
 
 
 class WeightsBody(Message):

@@ -97,7 +97,7 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
 
     def weights_of(self, adapter: str) -> SimulatedWeights:
         if adapter:
-            raise engine_routes.unknown_adapter(adapter)
+            raise engine_routes.no_adapter(adapter, [""], 404)
         return self.weights
 
     def health(self) -> engine_api.EngineHealth:

@@ -111,8 +111,8 @@ class RunQueue(Generic[AnyRun]):
 class ServedEngine(Protocol[AnyRun]):
     """Engine interface of the routes.
 
-    Futures may raise Refused; other errors become 500. `run` raises Refused (400, 404,
-    409), `weights_of` Refused (404).
+    Futures may raise Refused; other errors become 500. `run` raises Refused (400),
+    `weights_of` Refused (404).
     `abort` ends runs with their tokens so far.
     """
 
@@ -127,13 +127,9 @@ class ServedEngine(Protocol[AnyRun]):
     def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]: ...
 
 
-def unknown_adapter(name: str, known: Iterable[str] = ("",)) -> Refused:
-    return Refused(
-        404,
-        f"adapter {name!r} is not open; open are {sorted(known)}",
-        rule='"" is the adapter of the run',
-        way_out="open the adapter and push its weights.",
-    )
+def no_adapter(name: str, known: Iterable[str], status: int) -> Refused:
+    what = f"adapter {name!r} has no weights here; open are {sorted(known)}"
+    return Refused(status, what, way_out="open the adapter, and push its weights.")
 
 
 def check_request(

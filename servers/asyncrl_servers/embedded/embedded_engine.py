@@ -29,7 +29,7 @@ from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.row_adapters import Adapter
 from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, TextReader
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
-from asyncrl_servers.engine_routes import Listener, unknown_adapter
+from asyncrl_servers.engine_routes import Listener, no_adapter
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -102,24 +102,15 @@ class Engine:
         """Of the run's own adapter, or all weights."""
         return self._weights[""]
 
-    def weights_of(self, adapter: str) -> Weights:
-        """Return an adapter's weights. Raises Refused (404)."""
-        if adapter not in self._weights:
-            raise unknown_adapter(adapter, self._weights)
-        return self._weights[adapter]
-
-    def serving(self, adapter: str) -> Weights:
-        """Return the weights of an adapter for a new request. The run's own may wait for
-        a push. Raises Refused (404, 409).
+    def weights_of(self, adapter: str, *, for_request: bool = False) -> Weights:
+        """Return an adapter's weights. Raises Refused (404), and for a request to
+        another adapter than the run's own Refused (409) before its push.
         """
-        weights = self.weights_of(adapter)
-        if adapter and not weights.has_content:
-            known = [name for name, one in self._weights.items() if one.has_content]
-            raise Refused(
-                409,
-                f"adapter {adapter!r} is open, and has no content; {known} have",
-                way_out="push its weights.",
-            )
+        weights = self._weights.get(adapter)
+        if weights is None:
+            raise no_adapter(adapter, self._weights, 404)
+        if for_request and adapter and not weights.has_content:
+            raise no_adapter(adapter, self._weights, 409)
         return weights
 
     def health(self) -> api.EngineHealth:
@@ -136,11 +127,8 @@ class Engine:
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
-        """Check a request and return its sequence for submit(). Raises Refused (400, 404,
-        409).
-        """
-        weights = self.serving(asked.request.adapter)
-        return self._scheduler.new_sequence(asked, listener, weights)
+        """Check a request and return its sequence for submit(). Raises Refused (400)."""
+        return self._scheduler.new_sequence(asked, listener)
 
     def submit(self, runs: Iterable[Sequence]) -> None:
         self._inbox.put(partial(self._submit, list(runs)))
@@ -331,58 +319,39 @@ class Engine:
         self._committed.pop(weights).set_result(answer)
 
     def _submit(self, runs: list[Sequence]) -> None:
-        self._scheduler.submit(runs)
-        # Its adapter was dropped after run() had found it.
-        known = self._weights.values()
-        if late := {run for run in runs if run.weights not in known}:
-            self._scheduler.abort(late)
+        for run in runs:
+            try:
+                run.weights = self.weights_of(run.request.adapter, for_request=True)
+                self._scheduler.submit([run])
+            except Refused as refusal:
+                run.listener.on_refused(run.number, refusal)
 
     @torch.inference_mode(False)  # other threads load chunks into these tensors
     def _open(self, request: api.OpenRequest, answer: Future[api.OpenAdapters]) -> None:
-        name, most = request.adapter, self.spec.max_adapters
-        if name not in self._weights:
-            if len(self._weights) > most:
-                raise Refused(
-                    409,
-                    f"adapter {name!r} is one too many: open are {sorted(self._weights)}",
-                    rule=f"max_adapters={most} besides the run's own",
-                    way_out="drop an adapter first.",
-                )
-            try:
-                adapter = self.runner.loaded.make_adapter(request)
-            except ConfigError as error:
-                raise Refused(
-                    400, error.what, rule=error.rule, way_out=error.way_out
-                ) from None
-            weights = Weights(
-                self.runner.loaded, self.spec, adapter, self.weights.asleep
-            )
-            self._weights = {**self._weights, name: weights}
-        if (spec := self._weights[name].adapter.spec) != request:
+        name, most, opened = request.adapter, self.spec.max_adapters, [*self._weights]
+        if name in opened or len(opened) > most:
             raise Refused(
                 409,
-                f"adapter {name!r} is open with {spec}, not {request}",
-                way_out="drop it first.",
+                f"adapter {name!r} cannot be opened: open are {opened}",
+                rule=f"{most} adapters with different names besides the run's own",
+                way_out="drop one.",
             )
-        answer.set_result(self._open_adapters())
+        loaded, asleep = self.runner.loaded, self.weights.asleep
+        try:
+            weights = Weights(loaded, self.spec, request, asleep)
+        except ConfigError as error:
+            raise Refused(400, error.what, rule=error.rule) from None
+        self._weights = {**self._weights, name: weights}
+        answer.set_result(api.OpenAdapters(names=[*self._weights]))
 
     def _drop(self, request: api.DropRequest, answer: Future[api.OpenAdapters]) -> None:
-        weights = self.weights_of(request.adapter)
-        self._weights = {
-            name: one for name, one in self._weights.items() if one is not weights
-        }
-        refusal = unknown_adapter(request.adapter, self._weights)
-        self._scheduler.forget(weights)
-        if self.reader is not None:
-            self.reader.forget(weights, refusal)
-        if committed := self._committed.pop(weights, None):
-            committed.set_exception(refusal)
-        answer.set_result(self._open_adapters())
-
-    def _open_adapters(self) -> api.OpenAdapters:
-        return api.OpenAdapters(
-            versions={name: one.version for name, one in self._weights.items()}
-        )
+        dropped = self.weights_of(request.adapter)
+        kept = {name: one for name, one in self._weights.items() if one is not dropped}
+        self._weights = kept
+        self._scheduler.forget(dropped)
+        if committed := self._committed.pop(dropped, None):
+            committed.set_exception(no_adapter(request.adapter, kept, 404))
+        answer.set_result(api.OpenAdapters(names=[*kept]))
 
 
 def build_engine(
@@ -413,10 +382,13 @@ def build_engine(
         if runner.is_exact:
             # Products with adapters must not depend on the batch either.
             with loaded.random_adapters(has_others=spec.max_adapters > 0) as adapters:
-                check_determinism(runner, spec, adapters)
+                for own in adapters:
+                    check_determinism(runner, spec, [own, *adapters])
         check_same_model(runner)
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
+    if runner.graphs is not None and spec.max_adapters:
+        log.info("steps with other adapters than the run's own use no CUDA graphs")
     reader = None
     if make_reader is not None:
         reader = make_reader(loaded, spec, runner.is_exact)
@@ -503,10 +475,7 @@ def check_determinism(
     """Measure whether logits are batch-invariant. If they are not, end the process, or
     for deterministic=auto continue without exact mode, and note it.
     """
-    # With each of them as the sequence's own, in turn.
-    turns = [adapters[at:] + adapters[:at] for at in range(len(adapters))]
-    causes = (find_dependence(runner, turn) for turn in turns)
-    cause = next(filter(None, causes), "")
+    cause = find_dependence(runner, adapters)
     if not cause:
         return
     what = f"a sequence's logits depend on {cause} ({runner.loaded.dtype})"

@@ -13,6 +13,7 @@ from asyncrl.messages.engine_api import (
     GroupMember,
     LoadChunkRequest,
     Loaded,
+    OpenRequest,
     PrepareRequest,
 )
 from asyncrl.weights.aside import Aside
@@ -28,7 +29,6 @@ from asyncrl.weights.tensor_files import (
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.fixed_memory import FixedTensors
-from asyncrl_servers.embedded.row_adapters import Adapter
 from asyncrl_servers.weight_state import (
     Arrived,
     WeightState,
@@ -47,13 +47,14 @@ class Weights(WeightState):
         self,
         loaded: LoadedModel,
         spec: EmbeddedSpec,
-        adapter: Adapter | None = None,
+        opened: OpenRequest | None = None,
         asleep: Iterable[EnginePart] = (),
     ) -> None:
-        """`adapter`: None for the run's own. Others have no content before their first
-        push.
+        """`opened`: None for the run's own. Others have no content before their first
+        push. Raises ConfigError for unknown targets.
         """
-        self.adapter = adapter or loaded.adapter
+        self.name = "" if opened is None else opened.adapter
+        self.adapter = loaded.adapter if opened is None else loaded.make_adapter(opened)
         self._initial = weights_of(loaded.model)
         self._pieces = loaded.pieces
         self._parameters = self._initial
@@ -64,12 +65,12 @@ class Weights(WeightState):
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
         super().__init__(self._stored_kinds.keys(), asleep)
-        self.has_content = adapter is None
+        self.has_content = opened is None
         self._device = loaded.device
         self._stays = spec.stays
         self._aside: Aside | None = None
         """Of initial weights that no push brings."""
-        if spec.aside_dir is not None and adapter is None:
+        if spec.aside_dir is not None and opened is None:
             self._aside = Aside(loaded.device, spec.aside_dir)
         self.num_bytes: int = sum(
             parameter.nbytes for parameter in self._parameters.values()
@@ -87,6 +88,21 @@ class Weights(WeightState):
         if not self._digest and self.has_content:
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
+
+    def non_finite(self) -> Refused:
+        """Return the refusal of a request whose logits are not finite. Raises
+        FloatingPointError for the run's own adapter.
+        """
+        what = f"policy_version {self.version} gives non-finite logits"
+        # This ends the process: its tokens would be trained on, and an error as the
+        # answer would leave the same weights in place.
+        if not self.name:
+            raise FloatingPointError(what)
+        return Refused(
+            422,
+            f"adapter {self.name!r}: {what}",
+            way_out="push another version of the adapter.",
+        )
 
     @torch.inference_mode(False)  # other threads write into these tensors
     def fix(self) -> None:

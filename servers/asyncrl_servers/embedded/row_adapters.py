@@ -6,6 +6,7 @@ number is padded as in any exact call, so their bits do not depend on other adap
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from asyncrl.messages.engine_api import AdapterSpec
 from asyncrl.models.low_rank import LowRank
 from asyncrl.weights.tensor_files import SUFFIXES
-from asyncrl_servers.embedded.slot_states import running
 
 
 class Adapter:
@@ -42,8 +42,7 @@ class Adapter:
     def randomize(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for one in self.tensors.values():
-            random = torch.randn(one.shape, generator=generator)
-            one.copy_(random * one.shape[1] ** -0.5)
+            one.normal_(std=one.shape[1] ** -0.5, generator=generator)
 
 
 class AdapterRows(NamedTuple):
@@ -54,6 +53,17 @@ class AdapterRows(NamedTuple):
     adapter: Adapter
     rows: Tensor | None = None
     num_rows: int = 0
+
+
+class AdaptersInCall(threading.local):
+    """Adapters of the rows of this thread's call; (): all have the run's own."""
+
+    adapters: Sequence[AdapterRows] = ()
+    head_adapters: Sequence[AdapterRows] = ()
+    """Of the rows that reach the head."""
+
+
+in_call = AdaptersInCall()
 
 
 class Added(NamedTuple):
@@ -72,7 +82,7 @@ class Added(NamedTuple):
         """Return product [..., out] = W x with the adapters of its rows; may write into
         it.
         """
-        of_call = running.head_adapters if self.is_head else running.adapters
+        of_call = in_call.head_adapters if self.is_head else in_call.adapters
         for adapter, rows, num_rows in of_call or self.first:
             low_rank = adapter.low_ranks.get(self.linear)
             if low_rank is None:
@@ -91,8 +101,8 @@ def adapted(
     adapters: Sequence[AdapterRows], head_adapters: Sequence[AdapterRows]
 ) -> Iterator[None]:
     """Let the rows of a call, and those that reach the head, have these adapters."""
-    running.adapters, running.head_adapters = adapters, head_adapters
+    in_call.adapters, in_call.head_adapters = adapters, head_adapters
     try:
         yield
     finally:
-        running.adapters = running.head_adapters = ()
+        in_call.adapters = in_call.head_adapters = ()

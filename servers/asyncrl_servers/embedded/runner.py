@@ -4,7 +4,6 @@ texts.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.base.http import Refused
 from asyncrl.models.devices import pinned, to_device
 from asyncrl.weights.ipc import aligned
 from asyncrl_servers.embedded.decoder import (
@@ -38,7 +36,6 @@ from asyncrl_servers.embedded.kv_attention import (
     padded_length,
 )
 from asyncrl_servers.embedded.row_adapters import Adapter, AdapterRows, adapted
-from asyncrl_servers.embedded.slot_states import Cut, Span
 
 log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
@@ -56,9 +53,9 @@ MOST_GRAPHS = 64
 
 Job = tuple[int, Ids, int]
 """(slot, token ids, number already in the slot)."""
-RowCut = tuple[int, int, int]
+Cut = tuple[int, int, int]
 """(first slot, end, length)."""
-Layout = tuple[int, tuple[RowCut, ...]]
+Layout = tuple[int, tuple[Cut, ...]]
 """(rows, stretches)."""
 
 
@@ -88,7 +85,6 @@ class Runner:
         self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
-        self._is_warned = False
         self.memory: FixedMemory | None = None
         """Of the KV cache (None: torch's)."""
         self._take_cache(slots)
@@ -133,13 +129,6 @@ class Runner:
             memory=self.memory,
         )
 
-    def graphs_for(self, adapters: Sequence[Adapter]) -> DecodeGraphs | None:
-        """Return the graphs, which are of the run's own adapter."""
-        if adapters and self.graphs is not None and not self._is_warned:
-            self._is_warned = True
-            log.warning("decode steps of several adapters run without CUDA graphs")
-        return None if adapters else self.graphs
-
     def step(
         self,
         jobs: Sequence[Job],
@@ -152,7 +141,7 @@ class Runner:
 
         Returns the next logits [n + jobs, V]. A call reads up to PREFILL_ROWS tokens.
         """
-        graphs = self.graphs_for(adapters)
+        graphs = None if adapters else self.graphs
         if graphs is not None and not jobs:
             return graphs.step(last_ids, lengths)
         # Fused steps decode only. cat copies their logits, which the next step
@@ -194,7 +183,7 @@ class Runner:
         return logits[: len(kept)]
 
     def decode_stretches(
-        self, cuts: Sequence[RowCut], positions_R: Tensor
+        self, cuts: Sequence[Cut], positions_R: Tensor
     ) -> list[Stretch]:
         own = positions_R[:, None, None, None, None]
         return [
@@ -258,13 +247,22 @@ class Runner:
         # In exact mode the head's product needs padding too, or its bits would depend
         # on the number of prompts that end here.
         keep = None if kept is None else self._padded(kept)
-        of_rows = of_head = self._rows_by_adapter(adapters, slots)
-        if kept is not None:
-            of_head = self._rows_by_adapter(adapters, slots[kept])
+        of_rows = self._rows_by_adapter(adapters, slots)
+        of_head = self._rows_by_adapter(
+            adapters, slots if kept is None else slots[kept]
+        )
         with adapted(of_rows, of_head):
             if self.plain is not None:
                 return self.plain.forward(pass_, ids_R, positions_R, keep)
-            pass_.cuts = self._cut(len(last_ids), parts, adapters)
+            # With adapters each slot is cut from the others, which may have others.
+            num = len(last_ids)
+            size = 1 if adapters else max(1, num)
+            spans = [(slot, slot + size, 1, False) for slot in range(0, num, size)]
+            spans += [
+                (slot, slot + 1, end - start, start == 0)
+                for slot, _, start, end in parts
+            ]
+            pass_.cuts = self.cache.states.cut(spans, adapters)
             logits = self._call_model(pass_, ids_R, positions_R, keep)
         if (routed := self.loaded.routed) is not None:
             places = to_device(slots, device), to_device(positions, device)
@@ -288,45 +286,21 @@ class Runner:
             )
         return cast(Tensor, answer.logits.squeeze(axis))
 
-    def _cut(
-        self, num_decoded: int, parts: Sequence[Part], adapters: Sequence[Adapter]
-    ) -> list[Cut]:
-        """Cut the rows of a call by their states. All rows of a cut have one adapter."""
-        # One adapter for all rows, if the call names none.
-        owners = adapters[:num_decoded] or [self.loaded.adapter] * num_decoded
-        spans = list[Span]()
-        start = 0
-        for _, group in itertools.groupby(owners, key=id):
-            end = start + len([*group])
-            spans.append((start, end, 1, False))
-            start = end
-        spans += [
-            (slot, slot + 1, end - start, start == 0) for slot, _, start, end in parts
-        ]
-        cuts = self.cache.states.cut(spans)
-        if not adapters:
-            return cuts
-        return [
-            cut._replace(adapters=[AdapterRows(adapters[slot])])
-            for cut, (slot, *_) in zip(cuts, spans, strict=False)
-        ]
-
     def _rows_by_adapter(
         self, adapters: Sequence[Adapter], slots: Ints
     ) -> list[AdapterRows]:
         """Group rows by the adapter of their slot, which is slots[row]; [] if all have
         the run's own.
         """
-        distinct = [*dict.fromkeys(adapters)]
-        number_S = np.array([distinct.index(one) for one in adapters], np.int64)
-        number_R = number_S[slots] if adapters else NO_INTS
-        groups = list[AdapterRows]()
-        for number in np.unique(number_R).tolist():
-            rows = np.flatnonzero(number_R == number)
-            if len(rows) == len(slots):
-                return [AdapterRows(distinct[number])]
-            groups.append(AdapterRows(distinct[number], self._padded(rows), len(rows)))
-        return groups
+        groups = dict[Adapter, list[int]]()
+        for row, slot in enumerate(slots.tolist() if adapters else ()):
+            groups.setdefault(adapters[slot], []).append(row)
+        if len(groups) == 1:
+            return [AdapterRows(adapter) for adapter in groups]
+        return [
+            AdapterRows(adapter, self._padded(rows), len(rows))
+            for adapter, rows in groups.items()
+        ]
 
     def _padded(self, rows: Sequence[int] | Ints) -> Tensor:
         """Return numbers of rows, int64, with padding as in any call."""
@@ -530,8 +504,4 @@ class TextReader(Runner):
 
     def run(self) -> None:
         """Read the texts that wait and whose weights serve. Called between decode steps."""
-        raise NotImplementedError
-
-    def forget(self, weights: object, refusal: Refused) -> None:
-        """Refuse the texts that wait for these weights, whose adapter was dropped."""
         raise NotImplementedError

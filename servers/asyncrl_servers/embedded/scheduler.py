@@ -65,11 +65,10 @@ class Sequence(Run):
         stop_watch: StopWatch | None,
         matcher: TokenMatcher | None,
         adjusted: AdjustedRow | None,
-        weights: Weights,
     ) -> None:
         super().__init__(asked, listener)
-        self.weights = weights
-        """Of its adapter."""
+        self.weights: Weights
+        """Of its adapter, from submit() on."""
         self.token_ids = token_ids
         self.stop_watch = stop_watch
         self.matcher = matcher
@@ -377,9 +376,7 @@ class Scheduler(RunQueue[Sequence]):
         serving = (one for one in self.queued if one.weights.may_start)
         return list(itertools.islice(serving, self._num_free))
 
-    def new_sequence(
-        self, asked: Asked, listener: Listener, weights: Weights
-    ) -> Sequence:
+    def new_sequence(self, asked: Asked, listener: Listener) -> Sequence:
         """Return a sequence, from any thread. Raises Refused (400)."""
         loaded = self._runner.loaded
         token_ids = check_request(asked, self._spec.max_length, loaded.vocab_size)
@@ -403,9 +400,7 @@ class Scheduler(RunQueue[Sequence]):
         try:
             if request.grammar is not None:
                 matcher = loaded.grammars.begin(request.grammar, resumed)
-            return Sequence(
-                asked, listener, token_ids, stop_watch, matcher, adjusted, weights
-            )
+            return Sequence(asked, listener, token_ids, stop_watch, matcher, adjusted)
         except GrammarError as error:
             raise grammar_refusal(request, error) from None
 
@@ -485,7 +480,7 @@ class Scheduler(RunQueue[Sequence]):
         lengths = rows.lengths[:num_running].copy()
         last_ids = rows.token_ids[np.arange(num_running), lengths - 1]
         adapters = rows.adapters()
-        graphs = runner.graphs_for(adapters)
+        graphs = None if adapters else runner.graphs
         if isinstance(graphs, FusedSteps) and not reads and rows.are_simple():
             settings = rows.settings[:num_running]
             self._append(graphs.draw(last_ids, lengths, settings, settings["seed"]))
@@ -610,7 +605,9 @@ class Scheduler(RunQueue[Sequence]):
         settings, lengths = rows.settings[: len(rows)], rows.lengths[: len(rows)]
         failed = dict[int, Refused]()
         for row in np.flatnonzero(~np.isfinite(drawn.logprobs)).tolist():
-            failed[row] = self._non_finite(row)
+            failed[row] = rows.sequences[row].weights.non_finite()
+        # The next sequences in these slots multiply masked values by 0.
+        self._runner.cache.clear([*failed])
         rows.append(drawn)
         token_ids = drawn.ids
         self.num_generated += len(token_ids)
@@ -644,23 +641,6 @@ class Scheduler(RunQueue[Sequence]):
                 self._runner.cache.move_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)
         self._runner.cache.settle()
-
-    def _non_finite(self, row: int) -> Refused:
-        """Return the refusal of a row of another adapter than the run's own."""
-        sequence = self.rows.sequences[row]
-        version, name = sequence.weights.version, sequence.request.adapter
-        # This ends the process: its tokens would be trained on, and an error as the
-        # answer would leave the same weights in place.
-        if not name:
-            what = f"policy_version {version} gives non-finite logits"
-            raise FloatingPointError(what)
-        # The next sequence in this slot multiplies masked values by 0.
-        self._runner.cache.clear(row)
-        return Refused(
-            422,
-            f"policy_version {version} of adapter {name!r} gives non-finite logits",
-            way_out="push another version of the adapter.",
-        )
 
     def _report(self, row: int, then: str) -> None:
         self.report(

@@ -5,7 +5,6 @@ engine that returns the logprobs of given tokens.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -47,7 +46,7 @@ class Scorer(TextReader):
 
     def __init__(self, loaded: LoadedModel, spec: TeacherSpec, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
-        self._waiting = deque[ScoredText]()
+        self._waiting = list[ScoredText]()
 
     def add(
         self, request: ScoreRequest, weights: Weights, answer: Future[ScoreResponse]
@@ -64,16 +63,18 @@ class Scorer(TextReader):
 
     def run(self) -> None:
         # In the loop's thread, between decode steps: no other thread may use the model.
-        ready = deque(one for one in self._waiting if one.weights.can_serve)
-        self._waiting = deque(one for one in self._waiting if not one.weights.can_serve)
-        while ready:
-            texts = [ready.popleft() for _ in range(min(self.slots, len(ready)))]
+        ready = [one for one in self._waiting if one.weights.can_serve]
+        self._waiting = [one for one in self._waiting if one not in ready]
+        for start in range(0, len(ready), self.slots):
+            texts = ready[start : start + self.slots]
             for text, read in zip(texts, self._read(texts), strict=True):
                 logprobs, top_ids, top_logprobs = (
                     array[text.request.start - 1 :] for array in read
                 )
                 if not np.isfinite(logprobs).all():
-                    self._fail(text)
+                    # The next texts multiply masked values by 0.
+                    self.cache.clear(range(self.slots))
+                    text.answer.set_exception(text.weights.non_finite())
                     continue
                 text.answer.set_result(
                     ScoreResponse(
@@ -83,21 +84,6 @@ class Scorer(TextReader):
                         top_logprobs=top_logprobs.ravel().tolist(),
                     )
                 )
-
-    def forget(self, weights: object, refusal: Refused) -> None:
-        for text in [one for one in self._waiting if one.weights is weights]:
-            self._waiting.remove(text)
-            text.answer.set_exception(refusal)
-
-    def _fail(self, text: ScoredText) -> None:
-        what = "the model gives logprobs that are not finite"
-        if not (name := text.request.adapter):
-            raise FloatingPointError(what)
-        # The next text in this slot multiplies masked values by 0.
-        for slot in range(self.slots):
-            self.cache.clear(slot)
-        refusal = Refused(422, f"{what} with adapter {name!r}")
-        text.answer.set_exception(refusal)
 
     def _read(self, texts: list[ScoredText]) -> list[list[npt.NDArray[np.generic]]]:
         """Return of each text the logprobs, float32 [T - 1], and the likeliest ids,
@@ -132,7 +118,7 @@ def routes_of(engine: Engine) -> list[Act]:
     assert isinstance(scorer, Scorer)
 
     def add(body: ScoreRequest, answer: Future[ScoreResponse]) -> None:
-        scorer.add(body, engine.serving(body.adapter), answer)
+        scorer.add(body, engine.weights_of(body.adapter, for_request=True), answer)
 
     async def score(body: ScoreRequest) -> ScoreResponse:
         return await asyncio.wrap_future(engine.ask(partial(add, body)))

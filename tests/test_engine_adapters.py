@@ -1,0 +1,325 @@
+"""Several adapters in the embedded engine do not notice each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import (
+    OF_PEFT,
+    assert_of_peft,
+    drop_adapter,
+    open_adapter,
+    push,
+    spec,
+    tensors_of,
+)
+from engine_cases import iterate_until, segments_of
+from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file
+from engine_replies import Reply, ask
+
+from asyncrl.base.http import Refused
+from asyncrl.messages.engine_api import (
+    CommitRequest,
+    LoadChunkRequest,
+    OpenRequest,
+    WakeRequest,
+)
+from asyncrl.messages.sampling import SamplingRequest
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.runner import Runner
+
+pytestmark = OF_PEFT
+RANKS = {"a": 4, "b": 8, "c": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def make_engine(folder: Path, **overrides: Any) -> Engine:
+    fields = {"adapters": spec(), "max_adapters": 3, "slots": 12, **overrides}
+    return build_engine(make_spec(folder, **fields))
+
+
+def served(folder: Path, scratch: Path, *names: str, **overrides: Any) -> Engine:
+    """An engine with version 1 of these adapters."""
+    engine = make_engine(folder, **overrides)
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        if name in names:
+            open_adapter(engine, name, rank)
+            tensors = tensors_of(folder, seed, rank)
+            iterate_until(engine, push(engine, name, tensors, 1, scratch))
+    return engine
+
+
+def request_to(adapter: str, **fields: Any) -> SamplingRequest:
+    given = {"max_tokens": 40, **fields}
+    return make_request(given.pop("request_id", adapter), adapter=adapter, **given)
+
+
+def mixed(names: str) -> list[SamplingRequest]:
+    """Requests of all adapters and lengths, and of the run's own adapter."""
+    return [
+        request_to(
+            name,
+            request_id=f"{name} {turn}",
+            prompt_ids=(1, 2 + turn, 3) * (1 + 13 * turn),
+            max_tokens=12 + 9 * turn + at,
+            seed=turn,
+        )
+        for turn in range(3)
+        for at, name in enumerate(["", *names])
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixed_adapters_have_the_bits_of_each_alone(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    engine = served(folder, tmp_path, *RANKS, dtype=dtype, deterministic=True)
+    wanted = [request_to(name) for name in RANKS]
+    answers = segments_of(engine, *wanted, *mixed("abc"))
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        only = make_engine(folder, adapters=spec(rank), max_adapters=0, dtype=dtype)
+        tensors = tensors_of(folder, seed, rank)
+        iterate_until(only, push(only, "", tensors, 1, tmp_path))
+        (alone,) = segments_of(only, request_to(""))
+        assert drawn(answers[seed]) == drawn(alone)
+        if dtype == "float32":
+            assert_of_peft(answers[seed], folder, tensors, tmp_path / name)
+    assert len({tuple(one.token_ids) for one in answers[:3]}) == 3
+
+
+def test_a_generic_forward_has_the_bits_of_each_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "a", "b", deterministic=True)
+    plain = segments_of(engine, *mixed("ab"))
+    engine = served(folder, tmp_path, "a", "b", deterministic=True)
+    engine.runner.plain = None
+    generic = segments_of(engine, *mixed("ab"))
+    for one, other, request in zip(plain, generic, mixed("ab"), strict=True):
+        assert one.token_ids == other.token_ids
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-4
+        )
+        (alone,) = segments_of(engine, request)
+        assert drawn(other) == drawn(alone)
+
+
+def test_the_check_at_start_reads_several_adapters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[tuple[int, ...]]()
+    step = Runner.step
+
+    def noted(self: Any, *of: Any, adapters: Any = (), **named: Any) -> torch.Tensor:
+        seen.add(tuple(one.spec.rank for one in adapters[:4]))
+        return step(self, *of, adapters=adapters, **named)
+
+    monkeypatch.setattr(Runner, "step", noted)
+    engine = make_engine(folder)
+    assert {(4, 4, 8, 32), (8, 8, 4, 8)} & seen
+    assert engine.runner.is_exact
+    assert not any(one.any() for one in engine.weights.adapter.tensors.values())
+
+
+def halfway(engine: Engine, *requests: SamplingRequest) -> list[Reply]:
+    replies = [*ask(engine, requests, ends=False)]
+    for _ in range(15):
+        engine.iterate()
+    return replies
+
+
+@pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
+def test_a_push_does_not_touch_other_adapters(
+    folder: Path, tmp_path: Path, interrupt: str
+) -> None:
+    engine = served(folder, tmp_path, "a", "b")
+    (alone,) = segments_of(engine, request_to("a"))
+    of_a, of_b, other_a = halfway(
+        engine, request_to("a"), request_to("b"), request_to("a", seed=1)
+    )
+    committed = push(engine, "b", tensors_of(folder, 9, 8), 2, tmp_path, interrupt)
+    late = ask(engine, [request_to("b", max_tokens=3)])
+    iterate_until(engine, of_a, other_a, committed)
+    assert drawn(of_a.result()) == drawn(alone)
+    assert [row.then for row in of_a.rows] == ["length"], "not interrupted"
+    assert [span.version for span in of_a.result().tokens.spans] == [1]
+    assert committed.result().num_interrupted == (interrupt != "wait")
+    if interrupt == "abort":
+        assert [row.then for row in of_b.rows] == ["interrupted"]
+        of_b.resume()
+    iterate_until(engine, of_b, *late)
+    versions = [1] if interrupt == "wait" else [1, 2]
+    spans = [span.version for row in of_b.rows for span in row.tokens.spans]
+    assert spans == versions
+    assert [span.version for span in late[0].result().tokens.spans] == [2]
+    (again,) = segments_of(engine, request_to("a"))
+    assert drawn(again) == drawn(alone)
+
+
+def read_by(engine: Engine, request: SamplingRequest) -> int:
+    """Sample, and return the number of tokens that were read before the first one."""
+    num_read = list[int]()
+    step = engine.runner.step
+
+    def counted(jobs: Any, *how: Any, **named: Any) -> torch.Tensor:
+        num_read.extend(len(ids) - first for _, ids, first in jobs)
+        return step(jobs, *how, **named)
+
+    engine.runner.step = counted  # type: ignore[method-assign]
+    segments_of(engine, request)
+    engine.runner.step = step  # type: ignore[method-assign]
+    return sum(num_read)
+
+
+def test_prefixes_are_shared_only_within_an_adapter_version(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "a", "b", num_kept=8)
+    prompt = tuple(range(2, 47)) * 2
+
+    def asked(name: str) -> SamplingRequest:
+        return request_to(name, prompt_ids=prompt, max_tokens=2)
+
+    assert [read_by(engine, asked(name)) for name in ("a", "b", "")] == [90, 90, 90]
+    assert [read_by(engine, asked(name)) for name in ("a", "b", "")] == [1, 1, 1]
+    tensors = tensors_of(folder, 9, 8)
+    iterate_until(engine, push(engine, "b", tensors, 2, tmp_path))
+    assert [read_by(engine, asked(name)) for name in ("b", "a", "")] == [90, 1, 1]
+    drop_adapter(engine, "b")
+    open_adapter(engine, "b", 8)
+    iterate_until(engine, push(engine, "b", tensors_of(folder, 1, 8), 1, tmp_path))
+    assert read_by(engine, asked("b")) == 90
+    # Also those that run, and that arrive in one step.
+    replies = ask(engine, [asked(name) for name in ("a", "b", "", "a", "b")])
+    iterate_until(engine, *replies)
+    by_name = [drawn(one.result()) for one in replies]
+    assert by_name[:2] == by_name[3:]
+    assert by_name[0] != by_name[1] != by_name[2]
+
+
+def test_requests_without_an_adapter_are_refused(folder: Path, tmp_path: Path) -> None:
+    engine = served(folder, tmp_path, "a")
+    assert open_adapter(engine, "b", 8) == ["", "a", "b"]
+    for name, status in (("nobody", 404), ("b", 409)):
+        (reply,) = ask(engine, [request_to(name)])
+        iterate_until(engine, reply)
+        with pytest.raises(Refused, match=f"{name}.*'a', 'b'") as refusal:
+            reply.result()
+        assert refusal.value.status == status
+    with pytest.raises(Refused, match="nobody"):
+        engine.weights_of("nobody")
+    commit = engine.commit(CommitRequest(adapter="nobody", version=1, digest=""))
+    iterate_until(engine, commit)
+    with pytest.raises(Refused, match="nobody"):
+        commit.result()
+
+
+def test_more_adapters_than_the_limit_are_refused(folder: Path, tmp_path: Path) -> None:
+    engine = served(folder, tmp_path, "a", "b", max_adapters=2)
+    for name in ("c", "a"):
+        with pytest.raises(Refused, match=f"{name}.* open are \\['', 'a', 'b'\\]"):
+            open_adapter(engine, name)
+    assert drop_adapter(engine, "a") == ["", "b"]
+    assert open_adapter(engine, "c", 16) == ["", "b", "c"]
+    drop_adapter(engine, "c")
+    request = OpenRequest(adapter="d", rank=2, scale=1.0, targets=["nonesuch"])
+    opened = engine.open_adapter(request)
+    iterate_until(engine, opened)
+    with pytest.raises(Refused, match="no layer nonesuch"):
+        opened.result()
+
+
+def test_dropped_adapter_ends_its_requests_only(folder: Path, tmp_path: Path) -> None:
+    engine = served(folder, tmp_path, "a", "b", slots=3)
+    (alone,) = segments_of(engine, request_to("a"))
+    of_a, running = halfway(engine, request_to("a"), request_to("b"))
+    waits = push(engine, "b", tensors_of(folder, 9, 8), 2, tmp_path, "wait")
+    queued, late = ask(engine, [request_to("b")]), Reply(engine, request_to("b"))
+    drop_adapter(engine, "b")
+    engine.submit([late.run])
+    iterate_until(engine, of_a, running, waits, late, *queued)
+    assert drawn(of_a.result()) == drawn(alone)
+    assert 0 < len(running.result().token_ids) < 40
+    assert {running.result().finish_reason, queued[0].result().finish_reason} == {
+        "abort"
+    }
+    for one in (waits, late):
+        with pytest.raises(Refused, match="'b' has no weights here"):
+            one.result()
+    with pytest.raises(Refused, match="'b' has no weights here"):
+        drop_adapter(engine, "b")
+
+
+def test_interrupted_requests_of_a_dropped_adapter_end(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "b", slots=1)
+    (reply,) = halfway(engine, request_to("b"))
+    tensors = tensors_of(folder, 9, 8)
+    iterate_until(engine, push(engine, "b", tensors, 2, tmp_path))
+    assert [row.then for row in reply.rows] == ["interrupted"]
+    drop_adapter(engine, "b")
+    iterate_until(engine, reply)
+    assert reply.result().finish_reason == "abort"
+    reply.resume()
+    assert segments_of(engine, request_to("")), "its slot is free"
+
+
+def test_every_adapter_waits_for_its_push_after_a_sleep(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "a", "b", aside_dir=tmp_path)
+    before = segments_of(engine, request_to("a"), request_to("b"))
+    of_a, of_b = halfway(engine, request_to("a"), request_to("b"))
+    parts = WakeRequest(parts=["weights", "kv"])
+    iterate_until(engine, engine.sleep(), engine.wake(parts))
+    assert {row.then for one in (of_a, of_b) for row in one.rows} == {"interrupted"}
+    of_a.resume()
+    of_b.resume()
+    (refused,) = ask(engine, [request_to("a")])
+    iterate_until(engine, refused)
+    assert refused.exception(timeout=0).status == 409  # type: ignore[union-attr]
+    for seed, name in enumerate("ab"):
+        tensors = tensors_of(folder, seed, RANKS[name])
+        iterate_until(engine, push(engine, name, tensors, 1, tmp_path))
+    iterate_until(engine, of_a, of_b)
+    for one, whole in zip((of_a, of_b), before, strict=True):
+        assert drawn(one.result()) == drawn(whole)
+
+
+def test_chunks_bring_a_new_adapter(folder: Path, tmp_path: Path) -> None:
+    engine = served(folder, tmp_path, "a")
+    (of_a,) = halfway(engine, request_to("a"))
+    open_adapter(engine, "b", 8)
+    tensors = tensors_of(folder, 1, 8)
+    staged = stage_file(tensors, 1, tmp_path).model_dump(exclude={"member"})
+    chunk = LoadChunkRequest(**staged | {"adapter": "b"}, index=0, is_last=True)
+    engine.weights_of("b").load_chunk(chunk)
+    commit = CommitRequest(adapter="b", version=1, digest=chunk.digest)
+    iterate_until(engine, engine.commit(commit), of_a)
+    assert [row.then for row in of_a.rows] == ["length"]
+    expected = segments_of(served(folder, tmp_path, "b"), request_to("b"))
+    assert drawn(segments_of(engine, request_to("b"))[0]) == drawn(expected[0])
+
+
+def test_a_diverged_adapter_ends_only_its_requests(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "a", "b", slots=2, num_kept=2)
+    expected = segments_of(engine, *mixed("a"))
+    of_a, of_b = halfway(engine, request_to("a"), request_to("b"))
+    (alone,) = segments_of(served(folder, tmp_path, "a"), request_to("a"))
+    broken = {key: one * torch.nan for key, one in tensors_of(folder, 1, 8).items()}
+    iterate_until(engine, push(engine, "b", broken, 2, tmp_path, "keep"), of_a, of_b)
+    assert drawn(of_a.result()) == drawn(alone)
+    with pytest.raises(Refused, match="'b'.*policy_version 2.*non-finite"):
+        of_b.result()
+    found = segments_of(engine, *mixed("a"))
+    assert [*map(drawn, found)] == [*map(drawn, expected)]
