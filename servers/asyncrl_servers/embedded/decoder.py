@@ -41,7 +41,7 @@ from asyncrl_servers.embedded.kv_attention import (
     RoutedExperts,
     in_force,
 )
-from asyncrl_servers.embedded.row_adapters import Adapter, AdapterRows, Added
+from asyncrl_servers.embedded.row_adapters import Adapter, Added
 from asyncrl_servers.embedded.slot_states import Cut, Mixer
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
@@ -128,7 +128,7 @@ class LoadedModel:
                 f"the embedded engine cannot serve {type(self.model).__name__}: {error}"
             )
             fail(what, way_out="set rollout.engine=vllm.")
-        self.adapter = Adapter(None)
+        self.adapter = Adapter({})
         """The run's own."""
         if spec.adapters is not None:
             self.adapter = self.make_adapter(spec.adapters)
@@ -193,36 +193,41 @@ class LoadedModel:
 
     def make_adapter(self, spec: AdapterSpec) -> Adapter:
         """Return an adapter of zeros. Raises ConfigError."""
-        adapter = Adapter(spec)
+        low_ranks = dict[str, LowRank]()
         for name in find_targets(self.model, spec.targets, self._called):
-            linear: Any = self.model.get_submodule(name)
-            adapter.add(name, linear)
-        return adapter
+            weight = self.model.get_submodule(name).get_parameter("weight")
+            num_out, num_in = weight.shape
+            down = weight.new_zeros(spec.rank, num_in, dtype=self.dtype)
+            up = weight.new_zeros(num_out, spec.rank, dtype=self.dtype)
+            low_ranks[name] = LowRank(down, up, spec.scale)
+        return Adapter(low_ranks)
 
     def _use_adapters(self) -> None:
         """Let all linear layers add their adapters."""
         head = self.model.get_output_embeddings()
-        modules = self.model.modules()
-        linears: list[Any] = [one for one in modules if isinstance(one, nn.Linear)]
-        for linear in linears:
-            first = (AdapterRows(self.adapter),)
-            linear.added = Added(linear, first, is_head=linear is head)
-            # PlainDecoder reads `added`; the hook is for layers that are called.
-            linear.register_forward_hook(
-                lambda layer, inputs, output: layer.added.add(output, inputs[0])
-            )
+        layer: Any
+        for name, layer in self.model.named_modules():
+            if type(layer).forward is nn.Linear.forward:
+                own = self.adapter.low_ranks.get(name)
+                layer.added = Added(name, layer is head, own)
+                # PlainDecoder reads `added`; the hook is for layers that are called.
+                layer.register_forward_hook(
+                    lambda layer, inputs, output: layer.added.add(output, inputs[0])
+                )
 
     @contextmanager
-    def random_adapters(self, *, has_others: bool) -> Iterator[list[Adapter]]:
+    def random_adapters(self, spec: EmbeddedSpec) -> Iterator[list[Adapter]]:
         """Fill the run's adapter with random numbers for a check, and yield it, and
         others of CHECKED_RANKS.
         """
         adapters = [self.adapter]
-        if (spec := self.adapter.spec) is not None and has_others:
-            ranked = [spec.model_copy(update={"rank": rank}) for rank in CHECKED_RANKS]
+        if spec.adapters is not None and spec.max_adapters:
+            own = spec.adapters
+            ranked = [own.model_copy(update={"rank": one}) for one in CHECKED_RANKS]
             adapters += map(self.make_adapter, ranked)
-        for seed, one in enumerate(adapters):
-            one.randomize(seed)
+        generator = torch.Generator().manual_seed(0)
+        for tensor in chain.from_iterable(one.tensors.values() for one in adapters):
+            tensor.normal_(std=tensor.shape[1] ** -0.5, generator=generator)
         yield adapters
         for tensor in self.adapter.tensors.values():
             tensor.zero_()

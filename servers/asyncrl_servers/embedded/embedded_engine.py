@@ -349,8 +349,7 @@ class Engine:
         kept = {name: one for name, one in self._weights.items() if one is not dropped}
         self._weights = kept
         self._scheduler.forget(dropped)
-        if committed := self._committed.pop(dropped, None):
-            committed.set_exception(no_adapter(request.adapter, kept, 404))
+        # A commit that waited for its rows is answered at the end of this iteration.
         answer.set_result(api.OpenAdapters(names=[*kept]))
 
 
@@ -381,7 +380,7 @@ def build_engine(
     with loaded.short_windows(spec.max_length):
         if runner.is_exact:
             # Products with adapters must not depend on the batch either.
-            with loaded.random_adapters(has_others=spec.max_adapters > 0) as adapters:
+            with loaded.random_adapters(spec) as adapters:
                 for own in adapters:
                     check_determinism(runner, spec, [own, *adapters])
         check_same_model(runner)

@@ -58,7 +58,7 @@ class Weights(WeightState):
         self._initial = weights_of(loaded.model)
         self._pieces = loaded.pieces
         self._parameters = self._initial
-        self._has_adapters = self.adapter.spec is not None
+        self._has_adapters = bool(self.adapter.low_ranks)
         if self._has_adapters:
             names = stored_names(self._pieces)
             self._parameters = rename_adapters(self.adapter.tensors, names)

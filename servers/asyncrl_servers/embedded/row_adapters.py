@@ -7,42 +7,31 @@ number is padded as in any exact call, so their bits do not depend on other adap
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from asyncrl.messages.engine_api import AdapterSpec
 from asyncrl.models.low_rank import LowRank
 from asyncrl.weights.tensor_files import SUFFIXES
 
 
+@dataclass(frozen=True, eq=False)
 class Adapter:
-    """A and B of each adapted layer, zero at first: `tensors` by module name and suffix,
-    and `low_ranks` by module, in the same memory.
-    """
+    """`low_ranks`: by name of the module. Empty: no module is adapted."""
 
-    def __init__(self, spec: AdapterSpec | None) -> None:
-        """`spec`: None for an adapter without layers."""
-        self.spec = spec
-        self.tensors = dict[str, Tensor]()
-        self.low_ranks = dict[nn.Module, LowRank]()
+    low_ranks: Mapping[str, LowRank]
 
-    def add(self, name: str, linear: nn.Linear) -> None:
-        """Adapt a layer."""
-        assert self.spec is not None
-        weight, rank = linear.weight, self.spec.rank
-        down = weight.new_zeros(rank, linear.in_features)
-        up = weight.new_zeros(linear.out_features, rank)
-        self.low_ranks[linear] = LowRank(down, up, self.spec.scale)
-        self.tensors |= zip((name + end for end in SUFFIXES), (down, up), strict=True)
-
-    def randomize(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for one in self.tensors.values():
-            one.normal_(std=one.shape[1] ** -0.5, generator=generator)
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return A and B of each module, by its name and suffix."""
+        return {
+            name + end: tensor
+            for name, one in self.low_ranks.items()
+            for end, tensor in zip(SUFFIXES, one[:2], strict=True)
+        }
 
 
 class AdapterRows(NamedTuple):
@@ -56,40 +45,37 @@ class AdapterRows(NamedTuple):
 
 
 class AdaptersInCall(threading.local):
-    """Adapters of the rows of this thread's call; (): all have the run's own."""
+    """The adapters of this thread's call, and those of the rows that reach the head; ():
+    all rows have the run's own.
+    """
 
-    adapters: Sequence[AdapterRows] = ()
-    head_adapters: Sequence[AdapterRows] = ()
-    """Of the rows that reach the head."""
+    of_layers: Sequence[AdapterRows] = ()
+    of_head: Sequence[AdapterRows] = ()
 
 
 in_call = AdaptersInCall()
 
 
 class Added(NamedTuple):
-    """What a linear layer's adapters add to its product."""
+    """What a linear layer's adapters add to its product. `own`: of the run."""
 
-    linear: nn.Linear
-    first: tuple[AdapterRows]
-    """The run's own adapter, which all rows have unless the call says otherwise."""
+    name: str
     is_head: bool
-
-    @property
-    def own(self) -> LowRank | None:
-        return self.first[0].adapter.low_ranks.get(self.linear)
+    own: LowRank | None
 
     def add(self, product: Tensor, x: Tensor) -> Tensor:
         """Return product [..., out] = W x with the adapters of its rows; may write into
         it.
         """
-        of_call = in_call.head_adapters if self.is_head else in_call.adapters
-        for adapter, rows, num_rows in of_call or self.first:
-            low_rank = adapter.low_ranks.get(self.linear)
+        of_call = in_call.of_head if self.is_head else in_call.of_layers
+        if not of_call:
+            return product if self.own is None else self.own.add(product, x)
+        for adapter, rows, num_rows in of_call:
+            low_rank = adapter.low_ranks.get(self.name)
             if low_rank is None:
                 continue
             if rows is None:
-                product = low_rank.add(product, x)
-                continue
+                return low_rank.add(product, x)
             flat, flat_x = product.flatten(0, -2), x.flatten(0, -2)
             added = low_rank.add(flat[rows], flat_x[rows])
             flat[rows[:num_rows]] = added[:num_rows]
@@ -98,11 +84,10 @@ class Added(NamedTuple):
 
 @contextmanager
 def adapted(
-    adapters: Sequence[AdapterRows], head_adapters: Sequence[AdapterRows]
+    of_layers: Sequence[AdapterRows], of_head: Sequence[AdapterRows]
 ) -> Iterator[None]:
-    """Let the rows of a call, and those that reach the head, have these adapters."""
-    in_call.adapters, in_call.head_adapters = adapters, head_adapters
+    in_call.of_layers, in_call.of_head = of_layers, of_head
     try:
         yield
     finally:
-        in_call.adapters = in_call.head_adapters = ()
+        in_call.of_layers = in_call.of_head = ()

@@ -151,10 +151,10 @@ class Mixer:
         bound = self._signature.bind(*args, **options)
         calls = list[RowCall]()
         outputs = list[object]()
-        running.mixer, of_call = self._name, in_call.adapters
+        running.mixer, of_call = self._name, in_call.of_layers
         try:
             for place_SL, cache, is_first, of_cut in running.pass_.cuts:
-                in_call.adapters = of_cut
+                in_call.of_layers = of_cut
                 # Some modules ignore their state when they read several tokens. Those
                 # get the tokens of a continued text one by one.
                 size = place_SL.shape[1] if is_first or self.is_continuing else 1
@@ -164,7 +164,7 @@ class Mixer:
                 if running.pass_.known is not None:
                     self._probe(bound, place_SL, cache)
         finally:
-            running.mixer, in_call.adapters = "", of_call
+            running.mixer, in_call.of_layers = "", of_call
         return joined(outputs, calls, ALL)
 
     def _read(
