@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,27 @@ from adapter_cases import (
 )
 from engine_cases import iterate_until, segments_of
 from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file
+from engine_processes import SECRET, engine_process
 from engine_replies import Reply, ask
 from model_zoo import make_config, random_model
 
-from asyncrl.base.http import Refused
+from asyncrl.base.errors import AdapterMissing
+from asyncrl.base.http import Caller, Refused
+from asyncrl.engines.engine import EngineServer
+from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.messages.engine_api import (
     CommitRequest,
+    CommitResponse,
     LoadChunkRequest,
     OpenRequest,
+    PrepareRequest,
     WakeRequest,
 )
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.scoring.teacher_server import Scorer, TeacherSpec
 
 pytestmark = OF_PEFT
 RANKS = {"a": 4, "b": 8, "c": 16}
@@ -229,9 +240,11 @@ def test_prefixes_are_shared_only_within_an_adapter_version(
     # Also those that run, and that arrive in one step.
     replies = ask(engine, [asked(name) for name in ("a", "b", "", "a", "b")])
     iterate_until(engine, *replies)
-    by_name = [drawn(one.result()) for one in replies]
-    assert by_name[:2] == by_name[3:]
-    assert by_name[0] != by_name[1] != by_name[2]
+    fresh = served(folder, tmp_path, "a", "b")
+    expected = [
+        drawn(segments_of(fresh, asked(name))[0]) for name in ("a", "b", "", "a", "b")
+    ]
+    assert [drawn(one.result()) for one in replies] == expected
 
 
 def test_requests_without_an_adapter_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -353,3 +366,80 @@ def test_a_diverged_adapter_ends_only_its_requests(
         of_b.result()
     found = segments_of(engine, *mixed("a"))
     assert [*map(drawn, found)] == [*map(drawn, expected)]
+
+
+async def push_to(engine: EngineServer, staged: PrepareRequest) -> CommitResponse:
+    manifest = ExportResponse(**staged.model_dump(exclude={"member"}))
+    digest = await engine.prepare(manifest)
+    return await engine.commit(staged.version, digest, "keep", staged.adapter)
+
+
+async def versions_of_adapters(folder: Path, scratch: Path, caller: Caller) -> None:
+    engine = EngineServer(caller)
+    for name in ("a", "b"):
+        await engine.open_adapter(OpenRequest(adapter=name, **spec(8)))
+        with pytest.raises(AdapterMissing, match=f"'{name}'.*'a'"):
+            await engine.generate_segment(request_to(name))
+        staged = stage_file(tensors_of(folder, 1, 8), 7, scratch)
+        await push_to(engine, staged.model_copy(update={"adapter": name}))
+    endless = request_to("a", max_tokens=4000)
+    running = asyncio.ensure_future(engine.generate_segment(endless))
+    first, again, own = await asyncio.gather(
+        *map(engine.generate_segment, map(request_to, ("a", "b", "")))
+    )
+    assert drawn(first) == drawn(again) != drawn(own)
+    assert [one.tokens.spans[0].version for one in (first, own)] == [7, 0]
+    # Version 0 has been confirmed for the run's own, and 7 for the others.
+    staged = stage_file(tensors_of(folder, 2, 8), 8, scratch)
+    newer = staged.model_copy(update={"adapter": "b"})
+    assert (await push_to(engine, newer)).num_interrupted == 0
+    part = await engine.generate_segment(request_to("b"))
+    assert part.tokens.spans[0].version == 8
+    await engine.drop_adapter("a")
+    assert (await running).finish_reason == "abort"
+    with pytest.raises(AdapterMissing, match="'a' has no weights here"):
+        await engine.generate_segment(request_to("a"))
+    await engine.open_adapter(OpenRequest(adapter="a", **spec(8)))
+    staged = stage_file(tensors_of(folder, 1, 8), 1, scratch)
+    await push_to(engine, staged.model_copy(update={"adapter": "a"}))
+    part = await engine.generate_segment(request_to("a"))
+    assert part.tokens.spans[0].version == 1, "it begins again"
+    assert part.logprobs == first.logprobs
+    engine.disconnect_nowait()
+
+
+def test_the_client_knows_a_version_for_each_adapter(
+    folder: Path, tmp_path: Path
+) -> None:
+    fields = {"adapters": spec(), "max_adapters": 2, "max_length": 4096}
+    body = make_spec(folder, **fields).model_dump(mode="json")
+
+    async def story(url: str) -> None:
+        async with aclosing(Caller("engine-0", url, SECRET)) as caller:
+            await versions_of_adapters(folder, tmp_path, caller)
+
+    with engine_process("embedded", body, tmp_path / "server") as child:
+        asyncio.run(story(child.url))
+
+
+def test_a_teacher_scores_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+    fields = {"adapters": spec(), "max_adapters": 2, "score_slots": 4}
+    teacher = TeacherSpec(**make_spec(folder).model_dump() | fields)
+    engine = build_engine(teacher, make_reader=Scorer)
+    for seed, name in enumerate("ab"):
+        open_adapter(engine, name, 8)
+        tensors = tensors_of(folder, seed, 8)
+        iterate_until(engine, push(engine, name, tensors, 3 + seed, tmp_path))
+    reader = engine.reader
+    assert isinstance(reader, Scorer)
+    futures = []
+    answers = segments_of(engine, *(request_to(name) for name in ("a", "b", "")))
+    for name, answer in zip(("a", "b", ""), answers, strict=True):
+        ids = [1, 2, 3, *answer.token_ids]
+        request = ScoreRequest(token_ids=ids, start=3, adapter=name)
+        add = partial(reader.add, request, engine.weights_of(name))
+        futures.append(engine.ask(add))
+    iterate_until(engine, *futures)
+    for future, answer, version in zip(futures, answers, (3, 4, 0), strict=True):
+        assert future.result().version == version
+        assert future.result().logprobs == answer.logprobs

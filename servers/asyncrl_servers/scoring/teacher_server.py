@@ -64,7 +64,7 @@ class Scorer(TextReader):
     def run(self) -> None:
         # In the loop's thread, between decode steps: no other thread may use the model.
         ready = [one for one in self._waiting if one.weights.can_serve]
-        self._waiting = [one for one in self._waiting if one not in ready]
+        self._waiting = [one for one in self._waiting if not one.weights.can_serve]
         for start in range(0, len(ready), self.slots):
             texts = ready[start : start + self.slots]
             for text, read in zip(texts, self._read(texts), strict=True):
