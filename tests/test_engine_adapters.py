@@ -164,7 +164,7 @@ def test_the_check_at_start_reads_several_adapters(
 
     monkeypatch.setattr(Runner, "step", noted)
     engine = make_engine(folder)
-    assert {(4, 4, 8, 32), (8, 8, 4, 8)} & seen
+    assert (4, 8, 32, 4) in seen
     assert engine.runner.is_exact
     assert not any(one.any() for one in engine.weights.adapter.tensors.values())
 

@@ -254,7 +254,7 @@ class Runner:
         with adapted(of_rows, of_head):
             if self.plain is not None:
                 return self.plain.forward(pass_, ids_R, positions_R, keep)
-            # With adapters each slot is cut from the others, which may have others.
+            # A cut has one adapter, so with adapters each slot is a cut.
             num = len(last_ids)
             size = 1 if adapters else max(1, num)
             spans = [(slot, slot + size, 1, False) for slot in range(0, num, size)]

@@ -607,7 +607,8 @@ class Scheduler(RunQueue[Sequence]):
         for row in np.flatnonzero(~np.isfinite(drawn.logprobs)).tolist():
             failed[row] = rows.sequences[row].weights.non_finite()
         # The next sequences in these slots multiply masked values by 0.
-        self._runner.cache.clear([*failed])
+        if failed:
+            self._runner.cache.clear([*failed])
         rows.append(drawn)
         token_ids = drawn.ids
         self.num_generated += len(token_ids)
