@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import peft
 import pytest
-import torch
-from engine_cases import SCALE, adapters
+from adapter_cases import OF_PEFT, assert_of_peft, spec, tensors_of
 from engine_in_process import (
     answered,
     drawn,
@@ -20,29 +17,13 @@ from engine_in_process import (
 )
 from engine_replies import ask
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import CommitRequest, LoadChunkRequest, WakeRequest
 from asyncrl.messages.tokens import SegmentPart
-from asyncrl.weights.export import write_peft
 from asyncrl_servers.embedded.embedded_engine import Engine
 
-# Of peft, which is the oracle.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-]
-
-MODULES = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(4)]
-MODULES += [f"model.layers.{layer}.mlp.down_proj" for layer in range(4)]
-MODULES += ["lm_head"]
-"""The head is tied to the embedding, which has no adapter."""
-
-
-def spec(rank: int = 4, *targets: str) -> dict[str, Any]:
-    chosen = targets or ("q_proj", "down_proj", "lm_head")
-    return {"rank": rank, "scale": SCALE, "targets": [*chosen]}
+pytestmark = OF_PEFT
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-def tensors_of(folder: Path, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
-    return adapters(folder, (*MODULES,), seed=seed, rank=rank)
-
-
 def sampled(engine: Engine) -> SegmentPart:
     return answered(engine, max_tokens=40)
-
-
-@torch.no_grad()
-def assert_of_peft(
-    answer: SegmentPart, folder: Path, tensors: dict[str, torch.Tensor], scratch: Path
-) -> None:
-    """Compare with the logprobs of peft's own layers, to 1e-4 nats."""
-    scratch.mkdir()
-    write_peft(tensors, SCALE, scratch)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, scratch).eval()
-    ids = torch.tensor([[1, 2, 3, *answer.token_ids]])
-    logprob_TV = model(ids).logits[0, 2:-1].log_softmax(-1)
-    expected_T = logprob_TV.gather(-1, ids[0, 3:, None])[:, 0]
-    found_T = torch.tensor(answer.logprobs)
-    torch.testing.assert_close(found_T, expected_T, rtol=0, atol=1e-4)
 
 
 def test_pushed_adapters_compute_like_peft(folder: Path, tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def test_turn_reads_only_new_tokens_until_weights_change(
     text, num_read = list(range(40)), list[int]()
     step = engine.runner.step
 
-    def counted(jobs: Any, *how: Any) -> Any:
+    def counted(jobs: Any, *how: Any, **named: Any) -> Any:
         num_read[-1] += sum(len(ids) - first for _, ids, first in jobs)
-        return step(jobs, *how)
+        return step(jobs, *how, **named)
 
     monkeypatch.setattr(engine.runner, "step", counted)
 

@@ -33,6 +33,7 @@ from asyncrl_servers.embedded.embedded_engine import (
     check_same_model,
 )
 from asyncrl_servers.embedded.kv_attention import NO_INTS, Ints
+from asyncrl_servers.embedded.row_adapters import Adapter
 from asyncrl_servers.embedded.runner import PREFILL_ROWS, Job, Runner, cut_calls
 
 ISA = "ONEDNN_MAX_CPU_ISA"
@@ -154,9 +155,12 @@ def disturb(runner: Runner, monkeypatch: pytest.MonkeyPatch, kernels: str) -> No
     step = runner.step
 
     def disturbed(
-        jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS
+        jobs: Sequence[Job],
+        last_ids: Ints = NO_INTS,
+        lengths: Ints = NO_INTS,
+        adapters: Sequence[Adapter] = (),
     ) -> Tensor:
-        logits = step(jobs, last_ids, lengths)
+        logits = step(jobs, last_ids, lengths, adapters)
         rounds = {
             "a decoded row differs": len(last_ids) > 0,
             "a full batch differs": len(last_ids) + len(jobs) > 2,
@@ -185,11 +189,12 @@ def test_the_check_at_start_names_what_changes_the_logits(
     assert engine.health().note == ""
     disturb(engine.runner, monkeypatch, kernels)
     wanted = make_spec(folder, deterministic=True)
-    refusal = refusal_of(capfd, check_determinism, engine.runner, wanted)
+    own = [engine.runner.loaded.adapter]
+    refusal = refusal_of(capfd, check_determinism, engine.runner, wanted, own)
     assert re.search(cause, refusal.error)
     # The model is in float32 and has one thread: neither is a way out.
     assert refusal.way_out == "set rollout.deterministic=auto."
-    check_determinism(engine.runner, make_spec(folder))
+    check_determinism(engine.runner, make_spec(folder), own)
     assert not engine.runner.is_exact
     assert re.search(f"auto is false here: .*{cause}", engine.health().note)
 

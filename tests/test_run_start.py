@@ -26,7 +26,7 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node
 from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
-from asyncrl_servers.engine_routes import AdapterSpec
+from asyncrl.messages.engine_api import AdapterSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

@@ -21,6 +21,7 @@ AsyncrlError                the failure with its values, the rule, the way out
     ├── PromptUnusable      the prompt can never be sampled
     ├── RewardFailure       the reward function raised, timed out or returned no finite number
     └── RequestRefused      an engine server refused a request
+        └── AdapterMissing  ... for an adapter that is to be opened and pushed
 WouldWait                   an x_nowait call would have to wait
 """
 
@@ -184,6 +185,10 @@ class RequestRefused(RolloutFailure):
     ) -> None:
         super().__init__(what, rule=rule, way_out=way_out)
         self.why = why or what
+
+
+class AdapterMissing(RequestRefused):
+    """The engine does not have the adapter, or only its name. Open it and push it."""
 
 
 class WouldWait(Exception):  # noqa: N818  no failure

@@ -10,7 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from pydantic import BaseModel
 
-from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
+from asyncrl.base.errors import (
+    AdapterMissing,
+    EngineError,
+    EngineLost,
+    RequestRefused,
+    WeightsLost,
+)
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.waits import clock
 from asyncrl.engines.broadcast import BroadcastGroup
@@ -21,11 +27,13 @@ from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 logger = logging.getLogger(__name__)
+REFUSALS = (400, 404, 409, 422)
+"""Statuses that fail a request, and say nothing about the server."""
 
 
 class CallScope:
-    """Ends all calls to a lost process; its successor gets a new CallScope. `version`:
-    last confirmed.
+    """Ends all calls to a lost process; its successor gets a new CallScope. `versions`:
+    last confirmed, by adapter.
 
     Life: whole -> cut: given up by the supervisor (disconnect_nowait), or broken
         (break_nowait).
@@ -36,10 +44,14 @@ class CallScope:
     def __init__(self, caller: Caller, version: int = 0) -> None:
         self.caller = caller
         self.name = caller.name
-        self.version = version
+        self.versions = {"": version}
         self.is_given_up = False
         self._why_cut = ""
         self._limits: set[asyncio.Timeout] = set()
+
+    @property
+    def version(self) -> int:
+        return self.versions[""]
 
     @contextlib.asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
@@ -127,7 +139,8 @@ def refused(
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
     # `why` is for an agent's client, which does not know our request ids.
     why = said.error.replace(f"request {request.request_id}", "this call")
-    return RequestRefused(what, why=why, rule=said.rule, way_out=way_out)
+    kind = AdapterMissing if refusal.status in (404, 409) else RequestRefused
+    return kind(what, why=why, rule=said.rule, way_out=way_out)
 
 
 @contextlib.contextmanager
@@ -285,8 +298,10 @@ class EngineServer(EngineClient):
         self._link: Link | None = None
         # Offered means sent, `version` is confirmed. Between the two, tokens of both
         # may arrive.
-        self._offered_version = self._start_version
-        self._expected: ExportResponse | None = None
+        self._offered = {"": self._start_version}
+        """By adapter."""
+        self._expected: dict[str, ExportResponse] = {}
+        """Broadcasts by adapter."""
 
     def disconnect_nowait(self) -> None:
         super().disconnect_nowait()
@@ -307,19 +322,20 @@ class EngineServer(EngineClient):
         check = SegmentCheck(
             self.name,
             request,
-            oldest=scope.version,
+            oldest=scope.versions.get(request.adapter, 0),
             has_supports=self._has_supports,
         )
         # calls() would set up a timeout per request.
         scope.check_whole()
         if self._link is None or self._link.is_broken:
-            self._link = Link(self._caller, lambda: self._offered_version)
+            offered = self._offered
+            self._link = Link(self._caller, lambda name: offered.get(name, 0))
         try:
             return await self._link.sample(
                 OpenRequest(request, check, on_chunk, on_interrupted)
             )
         except (CallLost, CallRefused) as failure:
-            if isinstance(failure, CallRefused) and failure.status in (400, 422):
+            if isinstance(failure, CallRefused) and failure.status in REFUSALS:
                 raise refused(self.name, request, failure) from failure
             # Before error_of: a given-up process is reported as given up, not as the
             # closed connection that its calls see.
@@ -349,29 +365,43 @@ class EngineServer(EngineClient):
             # A member that is already gone would make all other engines wait for it.
             self._scope.check_whole()
             self._group.expect_nowait(self.name, manifest.version, 1)
-            self._expected = manifest
+            self._expected[manifest.adapter] = manifest
             return manifest.digest  # the server compares it on arrival
         request = api.PrepareRequest.model_validate(manifest, from_attributes=True)
         with reading(manifest):
             return (await self.post("/prepare", request, api.Loaded)).digest
 
     async def commit(
-        self, version: int, digest: str, interrupt: api.Interrupt
+        self, version: int, digest: str, interrupt: api.Interrupt, adapter: str = ""
     ) -> api.CommitResponse:
         # Transport nccl: only now is it known who takes part, since every engine has
         # prepared or has left.
-        expected, self._expected = self._expected, None
+        expected = self._expected.pop(adapter, None)
         if expected is not None:
             await self._receive(expected)
         # Before the call: the link is another connection, and brings tokens of the new
         # version before /commit is answered. SegmentCheck would refuse them as too new.
-        self._offered_version = max(self._offered_version, version)
-        request = api.CommitRequest(version=version, digest=digest, interrupt=interrupt)
+        self._offered[adapter] = max(self._offered.get(adapter, 0), version)
+        request = api.CommitRequest(
+            adapter=adapter, version=version, digest=digest, interrupt=interrupt
+        )
         answer = await self.post("/commit", request, api.CommitResponse)
         # Only after the answer: from now on no request may return an older token. Set
         # before, it would refuse tokens that were sampled before the swap.
-        self._scope.version = version
+        self._scope.versions[adapter] = version
         return answer
+
+    async def open_adapter(self, request: api.OpenRequest) -> api.OpenAdapters:
+        """Make room for an adapter, which a push then brings."""
+        answer = await self.post("/open_adapter", request, api.OpenAdapters)
+        # An adapter that was dropped and opened again has no version.
+        self._scope.versions.pop(request.adapter, None)
+        return answer
+
+    async def drop_adapter(self, adapter: str) -> api.OpenAdapters:
+        """Forget an adapter; its requests end as aborted."""
+        request = api.DropRequest(adapter=adapter)
+        return await self.post("/drop_adapter", request, api.OpenAdapters)
 
     async def sleep(self) -> api.TransferStats:
         return await self.post("/sleep", None, api.TransferStats)
@@ -391,7 +421,7 @@ class EngineServer(EngineClient):
         """
         assert self._group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(
-            include={"version", "digest", "num_tensors", "num_bytes"}
+            include={"adapter", "version", "digest", "num_tensors", "num_bytes"}
         )
 
         async def take(member: api.GroupMember) -> None:

@@ -172,10 +172,10 @@ class Link:
     Waits: sample() sleeps until its answer comes or the link breaks.
     Invariant: requests of one event-loop iteration share a frame, in order.
 
-    `newest` returns the policy_version offered last.
+    `newest` returns the policy_version of an adapter that was offered last.
     """
 
-    def __init__(self, caller: Caller, newest: Callable[[], int]) -> None:
+    def __init__(self, caller: Caller, newest: Callable[[str], int]) -> None:
         self._caller, self._newest = caller, newest
         self._numbers = itertools.count()
         self._open: dict[int, OpenRequest] = {}
@@ -322,9 +322,8 @@ class Link:
             return
         try:
             part = row.part
-            opened.check.accept(
-                part, newest=self._newest(), has_fine_values=has_fine_values
-            )
+            newest = self._newest(opened.request.adapter)
+            opened.check.accept(part, newest=newest, has_fine_values=has_fine_values)
             if part.finish_reason is None:
                 assert opened.on_chunk is not None, "only streamed requests get chunks"
                 opened.on_chunk(part)

@@ -92,7 +92,36 @@ class FileRequest(Message):
 MAX_TOP_LOGPROBS = 20
 
 
+class AdapterSpec(Message):
+    """Low-rank adapters, scaled by `scale`. `targets`: names of linear layers or ends of
+    them.
+    """
+
+    rank: int = Field(ge=1)
+    scale: float
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class OpenRequest(AdapterSpec):
+    """Make room for another adapter. Its first push brings the content."""
+
+    adapter: str = Field(min_length=1)
+
+
+class DropRequest(Message):
+    """Forget an adapter. Its requests end with their tokens, as aborted."""
+
+    adapter: str = Field(min_length=1)
+
+
+class OpenAdapters(Message):
+    names: list[str]
+
+
 class WeightsBody(Message):
+    """Weights of the run, or of another adapter than the run's own, which is ""."""
+
+    adapter: str = ""
     version: NonNegativeInt
     digest: str
     num_tensors: int
@@ -136,8 +165,11 @@ class Loaded(Message):
 
 
 class CommitRequest(Message):
-    """Swap to the staged weights with this `digest`."""
+    """Swap to the adapter's staged weights with this `digest`. Requests of other
+    adapters are not interrupted.
+    """
 
+    adapter: str = ""
     version: NonNegativeInt
     digest: str
     interrupt: Interrupt = "abort"

@@ -99,7 +99,7 @@ class SamplingRequest(SamplingParameters):
     `thinking`; the first mark is empty if the prompt opens the thought. Only the pool
     reads `route_key`, which keeps requests with a common prompt on one engine, and
     `after`, the last span of the previous turn, whose engine has the conversation in
-    its cache.
+    its cache. `adapter`: name of an open adapter; "" is the run's own, or the weights.
     """
 
     request_id: str
@@ -113,6 +113,7 @@ class SamplingRequest(SamplingParameters):
     top_logprobs: int = 0
     num_resumed: int = 0
     thinking: tuple[str, str] | None = None
+    adapter: str = ""
 
 
 class LeadingThought:

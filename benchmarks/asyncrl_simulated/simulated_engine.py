@@ -95,6 +95,11 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         self._busy_s = 0.0
         self._busy_since_s = 0.0
 
+    def weights_of(self, adapter: str) -> SimulatedWeights:
+        if adapter:
+            raise engine_routes.no_adapter(adapter, [""], 404)
+        return self.weights
+
     def health(self) -> engine_api.EngineHealth:
         num_unsent = sum(self._num_sampled(run) - run.num_told for run in self._running)
         return engine_api.EngineHealth(
@@ -111,7 +116,10 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         )
 
     def run(self, asked: Asked, listener: engine_routes.Listener) -> SimulatedRun:
-        """Return a run; stop strings and grammars have no effect. Raises Refused (400)."""
+        """Return a run; stop strings and grammars have no effect. Raises Refused (400,
+        404).
+        """
+        self.weights_of(asked.request.adapter)
         engine_routes.check_request(asked, self.spec.max_length, self.spec.vocab_size)
         return SimulatedRun(asked, listener)
 
@@ -184,9 +192,8 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         self._is_due = False
         if self.weights.swapping is not None and not self._running:
             self._swap()
-        may_start = self.weights.swapping is None and self.weights.can_serve
         while (
-            may_start
+            self.weights.may_start
             and self.queued
             and len(self._running) + len(self.interrupted) < self.spec.slots
             and self._fits(next(iter(self.queued)))

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,22 +38,12 @@ FRAME_ROWS = 256
 Act = Callable[..., Awaitable[BaseModel]]
 
 
-class AdapterSpec(Message):
-    """Low-rank adapters of a run, scaled by `scale`. `targets`: names of linear layers
-    or ends of them.
-    """
-
-    rank: int = Field(ge=1)
-    scale: float
-    targets: list[str] | Literal["all-linear"] = "all-linear"
-
-
 class EngineSpec(Message):
     name: str
     slots: int = Field(ge=1)
     max_length: int = Field(ge=2)
     """Prompt and completion together."""
-    adapters: AdapterSpec | None = None
+    adapters: api.AdapterSpec | None = None
     """Pushes bring adapters, and no other weights."""
 
 
@@ -121,12 +111,12 @@ class RunQueue(Generic[AnyRun]):
 class ServedEngine(Protocol[AnyRun]):
     """Engine interface of the routes.
 
-    Futures may raise Refused; other errors become 500. `run` raises Refused (400).
+    Futures may raise Refused; other errors become 500. `run` raises Refused (400),
+    `weights_of` Refused (404).
     `abort` ends runs with their tokens so far.
     """
 
-    @property
-    def weights(self) -> WeightState: ...
+    def weights_of(self, adapter: str) -> WeightState: ...
     def health(self) -> api.EngineHealth: ...
     def run(self, asked: Asked, listener: Listener) -> AnyRun: ...
     def submit(self, runs: Sequence[AnyRun]) -> None: ...
@@ -135,6 +125,11 @@ class ServedEngine(Protocol[AnyRun]):
     def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]: ...
     def sleep(self) -> Future[api.TransferStats]: ...
     def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]: ...
+
+
+def no_adapter(name: str, known: Iterable[str], status: int) -> Refused:
+    what = f"adapter {name!r} has no weights here; open are {sorted(known)}"
+    return Refused(status, what, way_out="open the adapter, and push its weights.")
 
 
 def check_request(
@@ -310,10 +305,12 @@ def engine_routes(
         return engine.health()
 
     async def prepare(body: api.PrepareRequest) -> api.Loaded:
-        return await asyncio.to_thread(engine.weights.prepare, body)
+        weights = engine.weights_of(body.adapter)
+        return await asyncio.to_thread(weights.prepare, body)
 
     async def load_chunk(body: api.LoadChunkRequest) -> api.Loaded:
-        return await asyncio.to_thread(engine.weights.load_chunk, body)
+        weights = engine.weights_of(body.adapter)
+        return await asyncio.to_thread(weights.load_chunk, body)
 
     async def commit(body: api.CommitRequest) -> api.CommitResponse:
         return await asyncio.wrap_future(engine.commit(body))

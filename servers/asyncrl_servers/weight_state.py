@@ -148,7 +148,9 @@ class WeightState:
     Invariant: can_serve requires memory for every part and a checked digest.
     """
 
-    def __init__(self, names: Collection[str] = ()) -> None:
+    def __init__(
+        self, names: Collection[str] = (), asleep: Iterable[api.EnginePart] = ()
+    ) -> None:
         """`names`: tensors that a chunked push must contain."""
         self.version = 0
         self.names = names
@@ -158,7 +160,7 @@ class WeightState:
         self.swapping: tuple[api.CommitRequest, Staged] | None = None
         self.has_content = True
         self._digest = ""
-        self._asleep: set[api.EnginePart] = set()
+        self._asleep = set(asleep)
 
     def read(self, request: api.PrepareRequest) -> Mapping[str, Tensor]:
         """Return the verified tensors to stage. Raises Refused (400, 409)."""
@@ -178,6 +180,11 @@ class WeightState:
     @property
     def can_serve(self) -> bool:
         return self.has_content and not self._asleep
+
+    @property
+    def may_start(self) -> bool:
+        """Whether requests may start. With interrupt=wait a commit waits until none runs."""
+        return self.can_serve and self.swapping is None
 
     def set_asleep(self) -> None:
         self._asleep = {"kv", "weights"}

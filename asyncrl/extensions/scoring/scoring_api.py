@@ -17,6 +17,7 @@ class ScoreRequest(Message):
     start: Count
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
+    adapter: str = ""
 
 
 class ScoreResponse(Message):

@@ -67,6 +67,12 @@ def check_request(
             rule=f"vLLM samples at {_MIN_TEMPERATURE} instead of less",
             way_out=f"set rollout.temperature or eval.temperature to {_MIN_TEMPERATURE} or more.",
         )
+    if request.adapter:
+        fault = fault or ErrorBody(
+            error=f"adapter {request.adapter!r}",
+            rule="vLLM serves only the adapter of the run",
+            way_out="set rollout.engine=embedded.",
+        )
     if fault:
         what = f"{process.name} refused request {request.request_id}: {fault.error}"
         raise RequestRefused(

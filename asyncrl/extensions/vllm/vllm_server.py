@@ -512,7 +512,7 @@ class VllmServer(EngineClient):
         # The server samples already (its canary is a request too), but new segments
         # wait and finished ones are held back until this returns.
         await check_canary(load, self.needed.canary_limit)
-        process.version = load.version
+        process.versions[""] = load.version
         process.digest = load.digest
         process.label = process.label_of(load.version)
         process.model = load.model

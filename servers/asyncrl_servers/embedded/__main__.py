@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import traceback
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.http import die_with_parent
+from asyncrl.messages import engine_api as api
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, MakeReader, build_engine
 from asyncrl_servers.engine_routes import Act, read_spec, serve_engine
@@ -33,7 +35,14 @@ def main(
 
     engine = build_engine(spec, on_crash, make_reader)
     engine.start()
-    serve_engine(engine, fd, *routes_of(engine))
+
+    async def open_adapter(body: api.OpenRequest) -> api.OpenAdapters:
+        return await asyncio.wrap_future(engine.open_adapter(body))
+
+    async def drop_adapter(body: api.DropRequest) -> api.OpenAdapters:
+        return await asyncio.wrap_future(engine.drop_adapter(body))
+
+    serve_engine(engine, fd, open_adapter, drop_adapter, *routes_of(engine))
     engine.stop()
 
 

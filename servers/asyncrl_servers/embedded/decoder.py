@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused, fail
+from asyncrl.messages.engine_api import AdapterSpec
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import SUPPORT, TOP_IDS, TOP_LOGPROBS
@@ -31,7 +32,7 @@ from asyncrl.models.support import has_experts, has_states
 from asyncrl.weights.aside import give_back
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
-from asyncrl.weights.tensor_files import SUFFIXES
+from asyncrl.weights.tensor_files import Pieces, stored_pieces, weights_of
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
@@ -40,8 +41,9 @@ from asyncrl_servers.embedded.kv_attention import (
     RoutedExperts,
     in_force,
 )
+from asyncrl_servers.embedded.row_adapters import Adapter, Added
 from asyncrl_servers.embedded.slot_states import Cut, Mixer
-from asyncrl_servers.engine_routes import AdapterSpec, EngineSpec, uniform_draws
+from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 NUM_PROBED, LONGEST_PROBED = 24, 128
@@ -50,6 +52,8 @@ SHORT = 8
 """Size of longer windows during a check."""
 STATIC_ROPE = frozenset({"default", "linear", "llama3"})
 """Rotary embeddings that depend only on position."""
+CHECKED_RANKS = (8, 32)
+"""Ranks of other adapters during a check."""
 NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 """oneDNN's AMX kernels round a row of a bfloat16 product by the number of rows; its
 AVX-512 kernels do not, and take up to 1.8 times as long for a decode step (SmolLM2).
@@ -69,6 +73,8 @@ class EmbeddedSpec(EngineSpec):
     """On CPU: batch-invariant, checked at start. auto: true unless the model has
     experts or states.
     """
+    max_adapters: int = Field(default=0, ge=0)
+    """Adapters that /open_adapter may add to the run's own."""
     num_kept: int = Field(default=0, ge=0)
     """Finished sequences cached for their next turns."""
     stays: bool = False
@@ -106,8 +112,6 @@ class LoadedModel:
             )
             self.model = model.to(self.device).eval().requires_grad_(False)
         own_memory(self.model)
-        self.adapters = dict[str, Tensor]()
-        """A and B of each adapted layer, by module and suffix. Zero at first."""
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         if spec.returns_routing and not routers_of(self.model):
             what = f"{type(self.model).__name__} has no routers"
@@ -125,8 +129,11 @@ class LoadedModel:
                 f"the embedded engine cannot serve {type(self.model).__name__}: {error}"
             )
             fail(what, way_out="set rollout.engine=vllm.")
+        self.adapter = Adapter({})
+        """The run's own."""
         if spec.adapters is not None:
-            self._add(spec.adapters)
+            self.adapter = self.make_adapter(spec.adapters)
+            self._use_adapters()
         has_tokenizer = any(
             (self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config")
         )
@@ -146,6 +153,18 @@ class LoadedModel:
         after whole vector pairs (32 floats) differently (measured for silu and gelu);
         odd widths have one.
         """
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        weights = weights_of(self.model)
+        head = self.model.get_output_embeddings()
+        # A tied head is not listed, but its adapter is named like its weight.
+        weights |= {
+            f"{name}.weight": one.weight
+            for name, one in self.model.named_modules()
+            if one is head
+        }
+        return stored_pieces(self.model, weights)
 
     @cached_property
     def grammars(self) -> TokenGrammars:
@@ -181,37 +200,46 @@ class LoadedModel:
         for one, name, size in changed:
             setattr(one, name, size)
 
-    def _add(self, spec: AdapterSpec) -> None:
-        """Add adapters of zeros. Raises ConfigError."""
+    def make_adapter(self, spec: AdapterSpec) -> Adapter:
+        """Return an adapter of zeros. Raises ConfigError."""
+        low_ranks = dict[str, LowRank]()
         for name in find_targets(self.model, spec.targets, self._called):
-            linear: Any = self.model.get_submodule(name)
-            down, up = (
-                torch.zeros(shape, dtype=self.dtype, device=self.device)
-                for shape in (
-                    (spec.rank, linear.in_features),
-                    (linear.out_features, spec.rank),
+            weight = self.model.get_submodule(name).get_parameter("weight")
+            num_out, num_in = weight.shape
+            down = weight.new_zeros(spec.rank, num_in, dtype=self.dtype)
+            up = weight.new_zeros(num_out, spec.rank, dtype=self.dtype)
+            low_ranks[name] = LowRank(down, up, spec.scale)
+        return Adapter(low_ranks)
+
+    def _use_adapters(self) -> None:
+        """Let all linear layers add their adapters."""
+        head = self.model.get_output_embeddings()
+        layer: Any
+        for name, layer in self.model.named_modules():
+            if type(layer).forward is nn.Linear.forward:
+                own = self.adapter.low_ranks.get(name)
+                layer.added = Added(name, layer is head, own)
+                # PlainDecoder reads `added`; the hook is for layers that are called.
+                layer.register_forward_hook(
+                    lambda layer, inputs, output: layer.added.add(output, inputs[0])
                 )
-            )
-            linear.low_rank = LowRank(down, up, spec.scale)
-            # PlainDecoder reads `low_rank`; the hook is for layers that are called.
-            linear.register_forward_hook(
-                lambda layer, inputs, output: layer.low_rank.add(output, inputs[0])
-            )
-            self.adapters |= zip(
-                (name + end for end in SUFFIXES), (down, up), strict=True
-            )
 
     @contextmanager
-    def random_adapters(self) -> Iterator[None]:
-        """Fill all adapters with random numbers for a check."""
+    def random_adapters(self, spec: EmbeddedSpec) -> Iterator[list[Adapter]]:
+        """Fill the run's adapter with random numbers for a check, and yield it, and
+        others of CHECKED_RANKS.
+        """
+        adapters = [self.adapter]
+        if spec.adapters is not None and spec.max_adapters:
+            own = spec.adapters
+            ranked = [own.model_copy(update={"rank": one}) for one in CHECKED_RANKS]
+            adapters += map(self.make_adapter, ranked)
         generator = torch.Generator().manual_seed(0)
-        for one in self.adapters.values():
-            one.copy_(
-                torch.randn(one.shape, generator=generator) * one.shape[1] ** -0.5
-            )
-        yield
-        for one in self.adapters.values():
-            one.zero_()
+        for tensor in chain.from_iterable(one.tensors.values() for one in adapters):
+            tensor.normal_(std=tensor.shape[1] ** -0.5, generator=generator)
+        yield adapters
+        for tensor in self.adapter.tensors.values():
+            tensor.zero_()
 
     def _is_exact(self, spec: EmbeddedSpec) -> bool:
         """Return whether logits shall not depend on the batch. Always False on CUDA,
@@ -372,8 +400,8 @@ class Maps(NamedTuple):
     tensors: list[tuple[Tensor, Tensor | None]]
     sizes: list[int]
     """Output sizes of the maps."""
-    low_ranks: list[LowRank | None]
-    """The adapter of each map."""
+    adds: Sequence[Added | LowRank | None]
+    """What each map's adapters add."""
 
     def __call__(self, states_RH: Tensor) -> Sequence[Tensor]:
         products: Sequence[Tensor] = [
@@ -383,18 +411,8 @@ class Maps(NamedTuple):
             products = products[0].split_with_sizes(self.sizes, dim=1)
         return [
             product if one is None else one.add(product, states_RH)
-            for product, one in zip(products, self.low_ranks, strict=True)
+            for product, one in zip(products, self.adds, strict=True)
         ]
-
-    @classmethod
-    def of(
-        cls, tensors: list[tuple[Tensor, Tensor | None]], maps: Sequence[nn.Linear]
-    ) -> Maps:
-        return cls(
-            tensors,
-            [one.out_features for one in maps],
-            [getattr(one, "low_rank", None) for one in maps],
-        )
 
 
 Norm = tuple[torch.Size, Tensor, float]
@@ -461,7 +479,11 @@ def layer_of(module: Any, join: Callable[..., Maps]) -> Layer:
 
 
 def separate(*maps: nn.Linear) -> Maps:
-    return Maps.of([(one.weight, one.bias) for one in maps], maps)
+    return Maps(
+        [(one.weight, one.bias) for one in maps],
+        [one.out_features for one in maps],
+        [getattr(one, "added", None) for one in maps],
+    )
 
 
 def norm_of(module: Any) -> Norm:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,9 +26,10 @@ from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
 from asyncrl_servers.embedded.loaded_weights import Weights
+from asyncrl_servers.embedded.row_adapters import Adapter
 from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, TextReader
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
-from asyncrl_servers.engine_routes import Listener
+from asyncrl_servers.engine_routes import Listener, no_adapter
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -50,8 +51,8 @@ class Engine:
     Life: start() -> serving -> stop(). A loop exception ends the process through
         `on_crash`.
     Waits: the loop sleeps in its inbox; callers wait on futures.
-    Invariant: weights and version change together, in _finish_commit, between decode
-        steps.
+    Invariant: weights and version of an adapter change together, in _finish_commit,
+        between decode steps. Requests of other adapters do not notice.
     """
 
     def __init__(
@@ -67,13 +68,15 @@ class Engine:
         """`keeps_addresses`: graphs outlive a sleep."""
         self.spec = spec
         self.runner = runner
-        self.weights = weights
+        self._weights = {"": weights}
+        """By adapter. Replaced, not changed: other threads read it."""
         self._on_crash = on_crash
         self.reader = reader
         self._keeps_addresses = keeps_addresses
-        self._scheduler = Scheduler(spec, runner, weights)
+        self._scheduler = Scheduler(spec, runner)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._committed: Future[api.CommitResponse]
+        self._committed: dict[Weights, Future[api.CommitResponse]] = {}
+        """Commits that are not answered yet."""
         self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
         self._profiler = StepProfiler(
@@ -94,6 +97,22 @@ class Engine:
         self._inbox.put(self._stop)
         self._thread.join()
 
+    @property
+    def weights(self) -> Weights:
+        """Of the run's own adapter, or all weights."""
+        return self._weights[""]
+
+    def weights_of(self, adapter: str, *, for_request: bool = False) -> Weights:
+        """Return an adapter's weights. Raises Refused (404), and for a request to
+        another adapter than the run's own Refused (409) before its push.
+        """
+        weights = self._weights.get(adapter)
+        if weights is None:
+            raise no_adapter(adapter, self._weights, 404)
+        if for_request and adapter and not weights.has_content:
+            raise no_adapter(adapter, self._weights, 409)
+        return weights
+
     def health(self) -> api.EngineHealth:
         scheduler = self._scheduler
         return api.EngineHealth(
@@ -112,7 +131,7 @@ class Engine:
         return self._scheduler.new_sequence(asked, listener)
 
     def submit(self, runs: Iterable[Sequence]) -> None:
-        self._inbox.put(partial(self._scheduler.submit, list(runs)))
+        self._inbox.put(partial(self._submit, list(runs)))
 
     def resume(self, runs: Iterable[Sequence]) -> None:
         self._inbox.put(partial(self._scheduler.resume, list(runs)))
@@ -123,6 +142,14 @@ class Engine:
     def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]:
         """Swap weights between decode steps. Raises Refused (409)."""
         return self.ask(partial(self._commit, request))
+
+    def open_adapter(self, request: api.OpenRequest) -> Future[api.OpenAdapters]:
+        """Add an adapter without content. Raises Refused (400, 409)."""
+        return self.ask(partial(self._open, request))
+
+    def drop_adapter(self, request: api.DropRequest) -> Future[api.OpenAdapters]:
+        """End an adapter's requests and forget it. Raises Refused (404)."""
+        return self.ask(partial(self._drop, request))
 
     def sleep(self) -> Future[api.TransferStats]:
         """Interrupt requests and free all memory."""
@@ -176,7 +203,7 @@ class Engine:
         # group's prompt is read once.
         while not self._inbox.empty():
             self._inbox.get_nowait()()
-        if self.reader is not None and self.weights.can_serve:
+        if self.reader is not None:
             self.reader.run()
         started_s = time.perf_counter()
         if self._scheduler.has_work:
@@ -187,8 +214,9 @@ class Engine:
             self._streamed_s = started_s
             self._scheduler.report_streams()
         # interrupt=wait: the last running row has ended in this iteration.
-        if self.weights.swapping is not None and not self._scheduler.rows:
-            self._finish_commit()
+        for weights in [*self._committed]:
+            if not self._scheduler.rows.of(weights):
+                self._finish_commit(weights)
         # At the end: tokens of a step leave as one frame for each controller.
         self._scheduler.hand_over()
 
@@ -211,13 +239,14 @@ class Engine:
     def _sleep(self) -> api.TransferStats:
         started_s = time.perf_counter()
         # First: the rest frees memory that a decode step would read.
-        self._scheduler.interrupt()
-        # The caller of a commit that still waits for rows gets its answer; the weights
-        # are gone right after.
-        if self.weights.swapping is not None:
-            self._finish_commit()
-        self._scheduler.rows.forget_kept()
-        num_bytes = self.weights.free()
+        for weights in self._weights.values():
+            self._scheduler.interrupt(weights)
+            # The caller of a commit that still waits for rows gets its answer; the
+            # weights are gone right after.
+            if weights in self._committed:
+                self._finish_commit(weights)
+            self._scheduler.rows.forget_kept(weights)
+        num_bytes = sum(weights.free() for weights in self._weights.values())
         if not self.spec.stays:
             # Graphs hold memory of the device, and addresses that are freed here.
             if self.runner.graphs is not None and not self._keeps_addresses:
@@ -232,14 +261,17 @@ class Engine:
         started_s = time.perf_counter()
         num_bytes = 0
         parts = set(request.parts) & set(self.weights.asleep)
+        # The run's own last: a wake that failed in the middle is then repeated for all.
+        states = [*reversed(self._weights.values())]
         try:
             if "weights" in parts:
-                num_bytes += self.weights.take()
+                num_bytes += sum(weights.take() for weights in states)
             if "kv" in parts:
                 if not self.spec.stays:
                     for reader in filter(None, (self.runner, self.reader)):
                         num_bytes += reader.allocate_cache()
-                self.weights.set_awake("kv")
+                for weights in states:
+                    weights.set_awake("kv")
         # The part stays asleep, as /health reports it, so the wake can be repeated.
         except (OSError, RuntimeError) as error:
             way_out = "lower rollout.slots, or use a smaller model."
@@ -251,39 +283,74 @@ class Engine:
     def _commit(
         self, request: api.CommitRequest, answer: Future[api.CommitResponse]
     ) -> None:
-        served = self.weights.begin_commit(request)
+        weights = self.weights_of(request.adapter)
+        served = weights.begin_commit(request)
         if served is not None:
             # chunks were loaded while the cache was awake
-            self._scheduler.rows.forget_kept()
+            self._scheduler.rows.forget_kept(weights)
             answer.set_result(served)
             return
         # Answered by _finish_commit: now, or when the last row has ended.
-        self._committed = answer
-        if request.interrupt != "wait" or not self._scheduler.rows:
-            self._finish_commit()
+        self._committed[weights] = answer
+        if request.interrupt != "wait" or not self._scheduler.rows.of(weights):
+            self._finish_commit(weights)
 
-    def _finish_commit(self) -> None:
-        assert self.weights.swapping is not None
-        request = self.weights.swapping[0]
+    def _finish_commit(self, weights: Weights) -> None:
+        assert weights.swapping is not None
+        request = weights.swapping[0]
         scheduler = self._scheduler
         started_s = time.perf_counter()
         num_interrupted = (
-            scheduler.interrupt()
+            scheduler.interrupt(weights)
             if request.interrupt == "abort"
-            else len(scheduler.rows)
+            else len(scheduler.rows.of(weights))
         )
         scheduler.hand_over()  # the client works during the swap
         # Nothing is sampled between swap and weights_changed, so no token can carry the
         # wrong version.
-        self.weights.swap()
-        scheduler.weights_changed(request.version, rereads=request.interrupt == "keep")
+        weights.swap()
+        scheduler.weights_changed(weights, rereads=request.interrupt == "keep")
         answer = api.CommitResponse(
             version=request.version,
-            digest=self.weights.digest,
+            digest=weights.digest,
             pause_s=time.perf_counter() - started_s,
             num_interrupted=num_interrupted,
         )
-        self._committed.set_result(answer)
+        self._committed.pop(weights).set_result(answer)
+
+    def _submit(self, runs: list[Sequence]) -> None:
+        for run in runs:
+            try:
+                run.weights = self.weights_of(run.request.adapter, for_request=True)
+                self._scheduler.submit([run])
+            except Refused as refusal:
+                run.listener.on_refused(run.number, refusal)
+
+    @torch.inference_mode(False)  # other threads load chunks into these tensors
+    def _open(self, request: api.OpenRequest, answer: Future[api.OpenAdapters]) -> None:
+        name, most, opened = request.adapter, self.spec.max_adapters, [*self._weights]
+        if name in opened or len(opened) > most:
+            raise Refused(
+                409,
+                f"adapter {name!r} cannot be opened: open are {opened}",
+                rule=f"{most} adapters with different names besides the run's own",
+                way_out="drop one.",
+            )
+        loaded, asleep = self.runner.loaded, self.weights.asleep
+        try:
+            weights = Weights(loaded, self.spec, request, asleep)
+        except ConfigError as error:
+            raise Refused(400, error.what, rule=error.rule) from None
+        self._weights = {**self._weights, name: weights}
+        answer.set_result(api.OpenAdapters(names=[*self._weights]))
+
+    def _drop(self, request: api.DropRequest, answer: Future[api.OpenAdapters]) -> None:
+        dropped = self.weights_of(request.adapter)
+        kept = {name: one for name, one in self._weights.items() if one is not dropped}
+        self._weights = kept
+        self._scheduler.forget(dropped)
+        # A commit that waited for its rows is answered at the end of this iteration.
+        answer.set_result(api.OpenAdapters(names=[*kept]))
 
 
 def build_engine(
@@ -292,6 +359,9 @@ def build_engine(
     make_reader: MakeReader | None = None,
 ) -> Engine:
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
+    if spec.max_adapters and spec.adapters is None:
+        rule = "other adapters are added to weights that no push changes"
+        fail(f"max_adapters={spec.max_adapters} without adapters", rule=rule)
     torch.set_num_threads(spec.threads)
     try:
         loaded = LoadedModel(spec)
@@ -310,11 +380,13 @@ def build_engine(
     with loaded.short_windows(spec.max_length):
         if runner.is_exact:
             # Products with adapters must not depend on the batch either.
-            with loaded.random_adapters():
-                check_determinism(runner, spec)
+            with loaded.random_adapters(spec) as adapters:
+                check_determinism(runner, spec, adapters)
         check_same_model(runner)
     if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
+    if runner.graphs is not None and spec.max_adapters:
+        log.info("steps with other adapters than the run's own use no CUDA graphs")
     reader = None
     if make_reader is not None:
         reader = make_reader(loaded, spec, runner.is_exact)
@@ -379,7 +451,8 @@ def check_same_model(runner: Runner) -> None:
         runner.step([(0, ids[:end], start)])[0] for start, end in pairwise([0, *ends])
     ]
     ours += [
-        _decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))
+        _decoded(runner.step, 1, ids[at], at + 1)
+        for at in range(num_prefilled, len(ids))
     ]
     lasts = torch.tensor([*ends, *range(num_prefilled + 1, len(ids) + 1)]) - 1
     difference = (torch.stack(ours).float() - reference_TV[lasts]).abs().max().item()
@@ -394,11 +467,13 @@ def check_same_model(runner: Runner) -> None:
 
 
 @torch.inference_mode()
-def check_determinism(runner: Runner, spec: EmbeddedSpec) -> None:
+def check_determinism(
+    runner: Runner, spec: EmbeddedSpec, adapters: list[Adapter]
+) -> None:
     """Measure whether logits are batch-invariant. If they are not, end the process, or
     for deterministic=auto continue without exact mode, and note it.
     """
-    cause = find_dependence(runner)
+    cause = find_dependence(runner, adapters)
     if not cause:
         return
     what = f"a sequence's logits depend on {cause} ({runner.loaded.dtype})"
@@ -418,8 +493,10 @@ def check_determinism(runner: Runner, spec: EmbeddedSpec) -> None:
     )
 
 
-def find_dependence(runner: Runner) -> str:
-    """Return what a sequence's logits depend on besides its tokens, or an empty text."""
+def find_dependence(runner: Runner, adapters: list[Adapter]) -> str:
+    """Return what a sequence's logits depend on besides its tokens, or an empty text. It
+    has the first of the `adapters`; the sequences before it have all of them.
+    """
     total = min(max(40, len(runner.loaded.probe_ids)), runner.max_length)
     slots = runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
@@ -431,16 +508,18 @@ def find_dependence(runner: Runner) -> str:
         texts.
         """
         slot = n - 1
+        owners = [*islice(cycle(adapters), slot), adapters[0]]
+        read = partial(runner.step, adapters=owners)
         # Prompts of other lengths in all slots below, so that rows, padding and
         # stretches differ from a single sequence's.
         others = [(other, ids[: 1 + other % min(4, total)], 0) for other in range(slot)]
-        decoded = [runner.step([*others, (slot, ids[:first], 0)])[-1]]
-        decoded += [_decoded(runner, n, ids[at], at + 1) for at in range(first, total)]
-        prefilled = [runner.step([(slot, ids, 0), *others])[0]]
-        prefilled.append(runner.step([*others, (slot, ids, total // 2)])[-1])
+        decoded = [read([*others, (slot, ids[:first], 0)])[-1]]
+        decoded += [_decoded(read, n, ids[at], at + 1) for at in range(first, total)]
+        prefilled = [read([(slot, ids, 0), *others])[0]]
+        prefilled.append(read([*others, (slot, ids, total // 2)])[-1])
         # Neighbors that read the same positions share a stretch.
         equal = [(other, ids, 0) for other in range(max(0, n - 4), n)]
-        prefilled.append(runner.step(equal)[-1])
+        prefilled.append(read(equal)[-1])
         return decoded, prefilled
 
     alone, _ = logits(1)
@@ -455,9 +534,9 @@ def find_dependence(runner: Runner) -> str:
     return ""
 
 
-def _decoded(runner: Runner, n: int, token_id: int, length: int) -> Tensor:
+def _decoded(step: Callable[..., Tensor], n: int, token_id: int, length: int) -> Tensor:
     """Return logits [V] of slot n-1, which takes `token_id` as token number length-1."""
     last_ids, lengths = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     last_ids[-1] = token_id
     lengths[-1] = length
-    return runner.step((), last_ids, lengths)[-1].clone()
+    return step((), last_ids, lengths)[-1].clone()

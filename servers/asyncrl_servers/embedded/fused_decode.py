@@ -26,6 +26,7 @@ from asyncrl_servers.embedded.decoder import (
     to_host,
 )
 from asyncrl_servers.embedded.kv_attention import SPLITS, Ints
+from asyncrl_servers.embedded.row_adapters import Added
 from asyncrl_servers.embedded.runner import DecodeGraphs, Layout, Runner
 from asyncrl_servers.engine_routes import uniform_draws
 
@@ -94,9 +95,12 @@ def merged(*maps: nn.Linear) -> Maps:
     """Join the maps' weights in one tensor. The maps keep views of it, so pushes still
     write by name.
     """
-    sizes = [one.out_features for one in maps]
+    apart = separate(*maps)
+    sizes = apart.sizes
+    # Compiled steps are only for rows with the run's own adapter.
+    own = [one.own if isinstance(one, Added) else one for one in apart.adds]
     if len(maps) == 1:
-        return separate(*maps)
+        return apart._replace(adds=own)
     tensors = list[Tensor]()
     for name in ("weight", "bias"):
         parts = [getattr(one, name) for one in maps]
@@ -107,7 +111,7 @@ def merged(*maps: nn.Linear) -> Maps:
             part.data = view
         tensors.append(whole)
     whole_map = tensors[0], tensors[1] if len(tensors) > 1 else None
-    return Maps.of([whole_map], maps)
+    return Maps([whole_map], sizes, own)
 
 
 def whole_of(parts: list[Tensor]) -> Tensor:

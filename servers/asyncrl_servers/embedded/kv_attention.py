@@ -196,6 +196,10 @@ class SlotCache:
             one.index_copy_(0, both[0], one.index_select(0, both[1]))
         self.states.copy(sources, targets)
 
+    def clear(self, slots: Sequence[int]) -> None:
+        for one in (*self.keys, *self.values):
+            one[slots] = 0
+
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Move tokens at the next settle(). The source's are undefined then."""
         self._moves.append((source, target, length))

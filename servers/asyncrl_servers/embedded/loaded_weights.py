@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import (
+    EnginePart,
     GroupMember,
     LoadChunkRequest,
     Loaded,
+    OpenRequest,
     PrepareRequest,
 )
 from asyncrl.weights.aside import Aside
@@ -23,7 +25,6 @@ from asyncrl.weights.tensor_files import (
     pieces_of,
     rename_adapters,
     stored_names,
-    stored_pieces,
     weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
@@ -37,26 +38,39 @@ from asyncrl_servers.weight_state import (
 
 
 class Weights(WeightState):
-    """Serving weights: the tensors that pushes bring, which are all weights or the
-    adapters, and with adapters the initial weights, which no push brings.
+    """Serving weights: the tensors that pushes bring, which are all weights or an
+    adapter. Those of the run's own adapter also hold the initial weights, which no push
+    brings.
     """
 
-    def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        spec: EmbeddedSpec,
+        opened: OpenRequest | None = None,
+        asleep: Iterable[EnginePart] = (),
+    ) -> None:
+        """`opened`: None for the run's own. Others have no content before their first
+        push. Raises ConfigError for unknown targets.
+        """
+        self.name = "" if opened is None else opened.adapter
+        self.adapter = loaded.adapter if opened is None else loaded.make_adapter(opened)
         self._initial = weights_of(loaded.model)
-        self._pieces = stored_pieces(loaded.model, self._initial)
+        self._pieces = loaded.pieces
         self._parameters = self._initial
-        self._has_adapters = spec.adapters is not None
+        self._has_adapters = bool(self.adapter.low_ranks)
         if self._has_adapters:
             names = stored_names(self._pieces)
-            self._parameters = rename_adapters(loaded.adapters, names)
+            self._parameters = rename_adapters(self.adapter.tensors, names)
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
-        super().__init__(self._stored_kinds.keys())
+        super().__init__(self._stored_kinds.keys(), asleep)
+        self.has_content = opened is None
         self._device = loaded.device
         self._stays = spec.stays
         self._aside: Aside | None = None
         """Of initial weights that no push brings."""
-        if spec.aside_dir is not None:
+        if spec.aside_dir is not None and opened is None:
             self._aside = Aside(loaded.device, spec.aside_dir)
         self.num_bytes: int = sum(
             parameter.nbytes for parameter in self._parameters.values()
@@ -74,6 +88,21 @@ class Weights(WeightState):
         if not self._digest and self.has_content:
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
+
+    def non_finite(self) -> Refused:
+        """Return the refusal of a request whose logits are not finite. Raises
+        FloatingPointError for the run's own adapter.
+        """
+        what = f"policy_version {self.version} gives non-finite logits"
+        # This ends the process: its tokens would be trained on, and an error as the
+        # answer would leave the same weights in place.
+        if not self.name:
+            raise FloatingPointError(what)
+        return Refused(
+            422,
+            f"adapter {self.name!r}: {what}",
+            way_out="push another version of the adapter.",
+        )
 
     @torch.inference_mode(False)  # other threads write into these tensors
     def fix(self) -> None:

@@ -35,7 +35,7 @@ from asyncrl_servers.embedded.kv_attention import (
     in_force,
     padded_length,
 )
-from asyncrl_servers.embedded.slot_states import Span
+from asyncrl_servers.embedded.row_adapters import Adapter, AdapterRows, adapted
 
 log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
@@ -130,28 +130,39 @@ class Runner:
         )
 
     def step(
-        self, jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS
+        self,
+        jobs: Sequence[Job],
+        last_ids: Ints = NO_INTS,
+        lengths: Ints = NO_INTS,
+        adapters: Sequence[Adapter] = (),
     ) -> Tensor:
         """Decode slots 0..n-1 after `last_ids` [n] at position `lengths` - 1, and
-        prefill slots.
+        prefill slots. `adapters`: of each slot; (): all have the run's own.
 
         Returns the next logits [n + jobs, V]. A call reads up to PREFILL_ROWS tokens.
         """
-        if self.graphs is not None and not jobs:
-            return self.graphs.step(last_ids, lengths)
+        graphs = None if adapters else self.graphs
+        if graphs is not None and not jobs:
+            return graphs.step(last_ids, lengths)
         # Fused steps decode only. cat copies their logits, which the next step
         # overwrites.
-        if self.graphs is not None and self.graphs.is_alone and len(last_ids):
-            return torch.cat([self.graphs.step(last_ids, lengths), self.step(jobs)])
+        if graphs is not None and graphs.is_alone and len(last_ids):
+            return torch.cat([graphs.step(last_ids, lengths), self.step(jobs)])
         calls = cut_calls(jobs, self._query_chunk)
         # The decoded rows share a call with the start of the prompts, so a step with
         # short prompts is a single call.
-        logits = [self._step_call(last_ids, lengths, calls[0])]
-        logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
+        logits = [self._step_call(last_ids, lengths, calls[0], adapters)]
+        logits += [
+            self._step_call(NO_INTS, NO_INTS, parts, adapters) for parts in calls[1:]
+        ]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _step_call(
-        self, last_ids: Ints, lengths: Ints, parts: Sequence[Part]
+        self,
+        last_ids: Ints,
+        lengths: Ints,
+        parts: Sequence[Part],
+        adapters: Sequence[Adapter],
     ) -> Tensor:
         """Return logits [n + K, V] of n slots and K ending sequences."""
         device, num_decoded = self.loaded.device, len(last_ids)
@@ -166,14 +177,10 @@ class Runner:
             row += end - start
             if end == len(all_ids):
                 kept.append(row - 1)
-        keep = None
-        if parts:
-            # In exact mode the head's product needs padding too, or its bits would
-            # depend on the number of prompts that end here.
-            padded = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
-            padded[: len(kept)] = kept
-            keep = to_device(padded, device)
-        return self._call(stretches, parts, keep, last_ids, lengths)[: len(kept)]
+        logits = self._call(
+            stretches, parts, kept if parts else None, last_ids, lengths, adapters
+        )
+        return logits[: len(kept)]
 
     def decode_stretches(
         self, cuts: Sequence[Cut], positions_R: Tensor
@@ -202,11 +209,12 @@ class Runner:
         self,
         stretches: list[Stretch],
         parts: Sequence[Part],
-        keep: Tensor | None,
+        kept: Sequence[int] | None,
         last_ids: Ints = NO_INTS,
         lengths: Ints = NO_INTS,
+        adapters: Sequence[Adapter] = (),
     ) -> Tensor:
-        """Return logits [rows, V] of rows `keep` (None: all)."""
+        """Return logits [rows, V] of rows `kept` and padding (None: of all rows)."""
         ids = np.concatenate(
             [last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)]
         )
@@ -236,13 +244,35 @@ class Runner:
             self.is_exact,
             positions=positions_R,
         )
-        if self.plain is not None:
-            return self.plain.forward(pass_, ids_R, positions_R, keep)
-        spans: list[Span] = [(0, len(last_ids), 1, False)] if len(last_ids) else []
-        spans += [
-            (slot, slot + 1, end - start, start == 0) for slot, _, start, end in parts
-        ]
-        pass_.cuts = self.cache.states.cut(spans)
+        # In exact mode the head's product needs padding too, or its bits would depend
+        # on the number of prompts that end here.
+        keep = None if kept is None else self._padded(kept)
+        of_rows = self._rows_by_adapter(adapters, slots)
+        of_head = self._rows_by_adapter(
+            adapters, slots if kept is None else slots[kept]
+        )
+        with adapted(of_rows, of_head, rows):
+            if self.plain is not None:
+                return self.plain.forward(pass_, ids_R, positions_R, keep)
+            # A cut has one adapter, so with adapters each slot is a cut.
+            num = len(last_ids)
+            size = 1 if adapters else max(1, num)
+            spans = [(slot, slot + size, 1, False) for slot in range(0, num, size)]
+            spans += [
+                (slot, slot + 1, end - start, start == 0)
+                for slot, _, start, end in parts
+            ]
+            pass_.cuts = self.cache.states.cut(spans, adapters)
+            logits = self._call_model(pass_, ids_R, positions_R, keep)
+        if (routed := self.loaded.routed) is not None:
+            places = to_device(slots, device), to_device(positions, device)
+            self.cache.routing[places] = routed.take()[: len(ids)]
+        return logits
+
+    def _call_model(
+        self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None
+    ) -> Tensor:
+        """Return logits [rows, V] of transformers' own forward."""
         # [R, 1] is faster, but logits_to_keep and cuts are along the other axis.
         axis = int(keep is None and not pass_.cuts)
         options = {} if keep is None else {"logits_to_keep": keep}
@@ -254,10 +284,29 @@ class Runner:
                 return_dict=True,
                 **options,
             )
-        if (routed := self.loaded.routed) is not None:
-            places = to_device(slots, device), to_device(positions, device)
-            self.cache.routing[places] = routed.take()[: len(ids)]
         return cast(Tensor, answer.logits.squeeze(axis))
+
+    def _rows_by_adapter(
+        self, adapters: Sequence[Adapter], slots: Ints
+    ) -> list[AdapterRows]:
+        """Group rows by the adapter of their slot, which is slots[row]; [] if all have
+        the run's own.
+        """
+        groups = dict[Adapter, list[int]]()
+        for row, slot in enumerate(slots.tolist() if adapters else ()):
+            groups.setdefault(adapters[slot], []).append(row)
+        if len(groups) == 1:
+            return [AdapterRows(adapter) for adapter in groups]
+        return [
+            AdapterRows(adapter, self._padded(rows), len(rows))
+            for adapter, rows in groups.items()
+        ]
+
+    def _padded(self, rows: Sequence[int] | Ints) -> Tensor:
+        """Return numbers of rows, int64, with padding as in any call."""
+        padded = np.zeros(self._num_rows(max(1, len(rows))), dtype=np.int64)
+        padded[: len(rows)] = rows
+        return to_device(padded, self.loaded.device)
 
 
 def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
@@ -454,5 +503,5 @@ class TextReader(Runner):
     """Reads texts with the engine's model, in the loop's thread."""
 
     def run(self) -> None:
-        """Read the texts that wait. Called between decode steps."""
+        """Read the texts that wait and whose weights serve. Called between decode steps."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, spans_between
 from asyncrl.messages.sampling import DRAW_PARAMETERS, StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
@@ -38,6 +39,7 @@ from asyncrl_servers.embedded.decoder import (
 from asyncrl_servers.embedded.fused_decode import FusedSteps
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
+from asyncrl_servers.embedded.row_adapters import Adapter
 from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.engine_routes import Listener, Run, RunQueue, check_request
 
@@ -65,6 +67,8 @@ class Sequence(Run):
         adjusted: AdjustedRow | None,
     ) -> None:
         super().__init__(asked, listener)
+        self.weights: Weights
+        """Of its adapter, from submit() on."""
         self.token_ids = token_ids
         self.stop_watch = stop_watch
         self.matcher = matcher
@@ -107,7 +111,10 @@ class Rows:
         )
         # Least recently used first. Kept rows come after the slots: a decode step needs
         # running rows 0..n-1 without a gap.
-        self.kept = OrderedDict.fromkeys(range(slots, num_rows))
+        self.kept: OrderedDict[int, Weights | None] = OrderedDict.fromkeys(
+            range(slots, num_rows)
+        )
+        """The weights that computed each kept row."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -125,6 +132,7 @@ class Rows:
             return -1
         target: int = next(iter(self.kept))
         self.kept.move_to_end(target)
+        self.kept[target] = self.sequences[row].weights
         length = self.lengths[target] = self.lengths[row]
         self.token_ids[target, :length] = self.token_ids[row, :length]
         return target
@@ -137,8 +145,24 @@ class Rows:
             # row, so the row counts as used.
             self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
-    def forget_kept(self) -> None:
-        self.lengths[[*self.kept]] = 0
+    def forget_kept(self, weights: Weights) -> None:
+        for row in [row for row, owner in self.kept.items() if owner is weights]:
+            self.kept[row] = None
+            self.lengths[row] = 0
+
+    def owner(self, row: int) -> Weights | None:
+        """Return the weights that computed a row's keys and values."""
+        return self.kept[row] if row in self.kept else self.sequences[row].weights
+
+    def of(self, weights: Weights) -> list[int]:
+        """Return the rows that run on these weights."""
+        return [row for row, one in enumerate(self.sequences) if one.weights is weights]
+
+    def adapters(self) -> list[Adapter]:
+        """Return the adapter of each row; [] if all have the run's own."""
+        if all(not one.request.adapter for one in self.sequences):
+            return []
+        return [one.weights.adapter for one in self.sequences]
 
     def are_simple(self) -> bool:
         """Whether each row only draws a token from the model's own distribution."""
@@ -329,11 +353,10 @@ class Scheduler(RunQueue[Sequence]):
     Invariant: every token carries the version of the weights that computed it.
     """
 
-    def __init__(self, spec: EmbeddedSpec, runner: Runner, weights: Weights) -> None:
+    def __init__(self, spec: EmbeddedSpec, runner: Runner) -> None:
         super().__init__()
         self._spec = spec
         self._runner = runner
-        self._weights = weights
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self.num_generated = 0
@@ -346,14 +369,12 @@ class Scheduler(RunQueue[Sequence]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self.rows) or self._may_admit
+        return bool(self.rows) or bool(self._startable())
 
-    @property
-    def _may_admit(self) -> bool:
-        # With interrupt=wait a commit is pending here: no new rows, or they would never
-        # run out.
-        is_serving = self._weights.swapping is None and self._weights.can_serve
-        return bool(self.queued) and self._num_free > 0 and is_serving
+    def _startable(self) -> list[Sequence]:
+        """Return the queued sequences that may start, in order."""
+        serving = (one for one in self.queued if one.weights.may_start)
+        return list(itertools.islice(serving, self._num_free))
 
     def new_sequence(self, asked: Asked, listener: Listener) -> Sequence:
         """Return a sequence, from any thread. Raises Refused (400)."""
@@ -399,12 +420,20 @@ class Scheduler(RunQueue[Sequence]):
                 # interrupted, and a queued one has sampled none since.
                 self.report(sequence, Sampled(sequence.number, EMPTY, "abort"))
 
-    def interrupt(self) -> int:
-        """Report and stop all running sequences; return their number. Each keeps a slot
-        until it is resumed or aborted.
+    def forget(self, weights: Weights) -> None:
+        """End the sequences of a dropped adapter."""
+        known = (*self.rows.sequences, *self.queued, *self.interrupted)
+        self.abort({one for one in known if one.weights is weights})
+        self.rows.forget_kept(weights)
+
+    def interrupt(self, weights: Weights) -> int:
+        """Report and stop the sequences that run on these weights; return their number.
+        Each keeps a slot until it is resumed or aborted.
         """
         rows = self.rows
-        for row, sequence in enumerate(rows.sequences):
+        stopped = rows.of(weights)
+        for row in stopped:
+            sequence = rows.sequences[row]
             self._report(row, "interrupted")
             # Its row will be used by others. On resume it is read as a prompt, under
             # the new weights.
@@ -413,21 +442,22 @@ class Scheduler(RunQueue[Sequence]):
             sequence.is_mixed = False
             sequence.forget_routing()
             self.interrupted[sequence] = None
-        num_interrupted = len(rows)
-        rows.sequences.clear()
-        return num_interrupted
+        for row in reversed(stopped):
+            self._remove(row)
+        self._runner.cache.settle()
+        return len(stopped)
 
-    def weights_changed(self, version: int, *, rereads: bool) -> None:
-        """Continue under other weights. `rereads`: recompute the KV cache without the
-        newest tokens.
+    def weights_changed(self, weights: Weights, *, rereads: bool) -> None:
+        """Continue the sequences of these weights under their new version. `rereads`:
+        recompute the KV cache without the newest tokens.
         """
         rows, runner = self.rows, self._runner
         # Older weights computed them.
-        rows.forget_kept()
+        rows.forget_kept(weights)
         kept = []
-        for row, sequence in enumerate(rows.sequences):
-            length = int(rows.lengths[row])
-            sequence.marks.append((length, version))
+        for row in rows.of(weights):
+            sequence, length = rows.sequences[row], int(rows.lengths[row])
+            sequence.marks.append((length, weights.version))
             # Without logits the row is not a source for new sequences, which would copy
             # the cache of older weights.
             sequence.next_logits_V = None
@@ -439,7 +469,7 @@ class Scheduler(RunQueue[Sequence]):
             # Without the newest token, which the next decode step reads.
             kept.append((row, rows.token_ids[row, : length - 1], 0))
         if rereads and kept:
-            runner.step(kept)
+            runner.step(kept, adapters=rows.adapters())
 
     def step(self) -> None:
         """Admit sequences, and sample one token for each running one in one model call."""
@@ -449,7 +479,8 @@ class Scheduler(RunQueue[Sequence]):
         reads = self._admit()
         lengths = rows.lengths[:num_running].copy()
         last_ids = rows.token_ids[np.arange(num_running), lengths - 1]
-        graphs = runner.graphs
+        adapters = rows.adapters()
+        graphs = None if adapters else runner.graphs
         if isinstance(graphs, FusedSteps) and not reads and rows.are_simple():
             settings = rows.settings[:num_running]
             self._append(graphs.draw(last_ids, lengths, settings, settings["seed"]))
@@ -460,7 +491,7 @@ class Scheduler(RunQueue[Sequence]):
             [(one.source, one.row, one.num_copied) for one in partial if one.num_copied]
         )
         jobs = [(one.row, one.ids, one.num_copied) for one in partial]
-        computed = runner.step(jobs, last_ids, lengths)
+        computed = runner.step(jobs, last_ids, lengths, adapters)
         for one, logits_V in zip(partial, computed[num_running:], strict=True):
             # A view would keep the logits of the whole call in memory for as long as
             # the sequence runs.
@@ -492,23 +523,17 @@ class Scheduler(RunQueue[Sequence]):
         for row in streamed:
             self._report(row, "more")
 
-    def _take(self) -> list[Sequence]:
-        """Remove sequences from the queue, in order, while there are free slots."""
-        taken = list(itertools.islice(self.queued, self._num_free))
-        for sequence in taken:
-            del self.queued[sequence]
-        return taken
-
     def _admit(self) -> list[Prefill]:
         """Assign rows to queued sequences. A prompt that continues another prompt of
         this step waits for the next step.
         """
         rows = self.rows
-        if not self._may_admit:
+        if not (taken := self._startable()):
             return []
-        taken = self._take()
+        for sequence in taken:
+            del self.queued[sequence]
         whole = {
-            one.admitted_ids: row
+            (one.weights, one.admitted_ids): row
             for row, one in enumerate(rows.sequences)
             if one.next_logits_V is not None
         }
@@ -522,15 +547,17 @@ class Scheduler(RunQueue[Sequence]):
         # in `reads`.
         for sequence in sorted(taken, key=lambda one: len(one.token_ids)):
             ids = sequence.token_ids
-            key, row = ids.tobytes(), len(rows)
+            key, row = (sequence.weights, ids.tobytes()), len(rows)
             if key in whole:
                 source, num_copied = whole[key], len(ids)
             else:
-                # A state cannot be rewound.
+                # Other adapters compute other keys and values for the same tokens. A
+                # state cannot be rewound.
                 usable = [
                     one
                     for one in (*standing, *reads)
-                    if not has_states or rows.begins(one, ids)
+                    if rows.owner(one) is sequence.weights
+                    and (not has_states or rows.begins(one, ids))
                 ]
                 source, num_copied = rows.common_prefix(ids, usable)
                 if num_copied < MIN_COPIED:
@@ -542,8 +569,8 @@ class Scheduler(RunQueue[Sequence]):
                     continue
                 rows.use_kept(source, num_copied)
                 whole[key] = row
-            sequence.marks.append((len(ids), self._weights.version))
-            sequence.admitted_ids = key
+            sequence.marks.append((len(ids), sequence.weights.version))
+            sequence.admitted_ids = key[1]
             rows.add(sequence)
             reads[row] = Prefill(row, ids, source, num_copied)
         self.put_first(later)
@@ -576,16 +603,15 @@ class Scheduler(RunQueue[Sequence]):
         """Append a token to each row, and report and remove the rows that end with it."""
         rows = self.rows
         settings, lengths = rows.settings[: len(rows)], rows.lengths[: len(rows)]
-        # This ends the process: its tokens would be trained on, and an error as the
-        # answer would leave the same weights in place.
-        if not np.isfinite(drawn.logprobs).all():
-            raise FloatingPointError(
-                f"policy_version {self._weights.version} gives non-finite logits"
-            )
+        failed = dict[int, Refused]()
+        for row in np.flatnonzero(~np.isfinite(drawn.logprobs)).tolist():
+            failed[row] = rows.sequences[row].weights.non_finite()
+        # The next sequences in these slots multiply masked values by 0.
+        if failed:
+            self._runner.cache.clear([*failed])
         rows.append(drawn)
         token_ids = drawn.ids
         self.num_generated += len(token_ids)
-        failed = dict[int, GrammarError]()
         is_stop = (token_ids[:, None] == self._eos_ids).any(1)
         for row, sequence in enumerate(rows.sequences):
             if sequence.stop_watch is not None and sequence.stop_watch.is_complete(
@@ -599,7 +625,7 @@ class Scheduler(RunQueue[Sequence]):
                     sequence.matcher.take(int(token_ids[row]))
                     sequence.allowed = sequence.matcher.allowed()
                 except GrammarError as error:
-                    failed[row] = error
+                    failed[row] = grammar_refusal(sequence.request, error)
         is_over = is_stop | (lengths >= settings["limit"])
         is_over[[*failed]] = True
         # only rows above a removed row move
@@ -607,13 +633,12 @@ class Scheduler(RunQueue[Sequence]):
             sequence = rows.sequences[row]
             if row in failed:
                 self.hand_over()  # results precede the refusal
-                sequence.listener.on_refused(
-                    sequence.number, grammar_refusal(sequence.request, failed[row])
-                )
+                sequence.listener.on_refused(sequence.number, failed[row])
             else:
                 self._report(row, "stop" if is_stop[row] else "length")
             # Kept before _remove, which fills this row with another one.
-            if not sequence.is_mixed and (kept := rows.keep(row)) >= 0:
+            is_kept = row not in failed and not sequence.is_mixed
+            if is_kept and (kept := rows.keep(row)) >= 0:
                 self._runner.cache.move_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)
         self._runner.cache.settle()

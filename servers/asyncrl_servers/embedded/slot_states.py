@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rows import RowCall, by_row, joined
+from asyncrl_servers.embedded.row_adapters import Adapter, AdapterRows, in_call
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """Names that transformers gives a module's cache, the newest first."""
@@ -48,6 +49,8 @@ class Cut(NamedTuple):
     cache: DynamicCache | None
     is_first: bool
     """The texts start here."""
+    adapters: Sequence[AdapterRows] = ()
+    """Of these texts, which have a common one."""
 
 
 def states_of(cache: DynamicCache | None) -> list[tuple[dict[int, Tensor], int]]:
@@ -85,15 +88,19 @@ class SlotStates:
         ]
         self._views = dict[tuple[int, int], DynamicCache]()
 
-    def cut(self, spans: Sequence[Span]) -> list[Cut]:
-        """Return the rows and caches of spans, which follow each other in a call."""
+    def cut(self, spans: Sequence[Span], adapters: Sequence[Adapter] = ()) -> list[Cut]:
+        """Return the rows and caches of spans, which follow each other in a call.
+        `adapters`: of each slot.
+        """
         cuts, row = list[Cut](), 0
         for start, end, tokens, is_first in spans if self.tensors else ():
             last = row + (end - start) * tokens
             place_SL = torch.arange(row, last, device=self.tensors[0].device).view(
                 -1, tokens
             )
-            cuts.append(Cut(place_SL, self._view(start, end, is_first), is_first))
+            view = self._view(start, end, is_first)
+            of_cut = [AdapterRows(one) for one in adapters[start : start + 1]]
+            cuts.append(Cut(place_SL, view, is_first, of_cut))
             row = last
         return cuts
 
@@ -144,9 +151,10 @@ class Mixer:
         bound = self._signature.bind(*args, **options)
         calls = list[RowCall]()
         outputs = list[object]()
-        running.mixer = self._name
+        running.mixer, of_call = self._name, in_call.of_layers
         try:
-            for place_SL, cache, is_first in running.pass_.cuts:
+            for place_SL, cache, is_first, of_cut in running.pass_.cuts:
+                in_call.of_layers = of_cut
                 # Some modules ignore their state when they read several tokens. Those
                 # get the tokens of a continued text one by one.
                 size = place_SL.shape[1] if is_first or self.is_continuing else 1
@@ -156,7 +164,7 @@ class Mixer:
                 if running.pass_.known is not None:
                     self._probe(bound, place_SL, cache)
         finally:
-            running.mixer = ""
+            running.mixer, in_call.of_layers = "", of_call
         return joined(outputs, calls, ALL)
 
     def _read(

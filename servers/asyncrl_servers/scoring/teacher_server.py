@@ -5,8 +5,6 @@ engine that returns the logprobs of given tokens.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +22,7 @@ from asyncrl_servers.embedded.__main__ import main
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, to_host
 from asyncrl_servers.embedded.embedded_engine import Engine
 from asyncrl_servers.embedded.kv_attention import Ints
+from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import TextReader, cut_calls
 from asyncrl_servers.engine_routes import Act
 
@@ -37,6 +36,7 @@ class ScoredText(NamedTuple):
     ids: Ints
     request: ScoreRequest
     answer: Future[ScoreResponse]
+    weights: Weights
 
 
 class Scorer(TextReader):
@@ -46,11 +46,11 @@ class Scorer(TextReader):
 
     def __init__(self, loaded: LoadedModel, spec: TeacherSpec, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
-        self._waiting = deque[ScoredText]()
-        self.version: Callable[[], int] = lambda: 0
-        """Of the weights: in a rollout engine they change between two runs."""
+        self._waiting = list[ScoredText]()
 
-    def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
+    def add(
+        self, request: ScoreRequest, weights: Weights, answer: Future[ScoreResponse]
+    ) -> None:
         """Queue a text for the next run(). Raises Refused (400)."""
         ids = np.asarray(request.token_ids, np.int64)
         is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
@@ -59,26 +59,26 @@ class Scorer(TextReader):
             raise Refused(
                 400, f"token id {ids[is_unknown][0]} cannot be scored", rule=rule
             )
-        self._waiting.append(ScoredText(ids, request, answer))
+        self._waiting.append(ScoredText(ids, request, answer, weights))
 
     def run(self) -> None:
         # In the loop's thread, between decode steps: no other thread may use the model.
-        while self._waiting:
-            texts = [
-                self._waiting.popleft()
-                for _ in range(min(self.slots, len(self._waiting)))
-            ]
+        ready = [one for one in self._waiting if one.weights.can_serve]
+        self._waiting = [one for one in self._waiting if not one.weights.can_serve]
+        for start in range(0, len(ready), self.slots):
+            texts = ready[start : start + self.slots]
             for text, read in zip(texts, self._read(texts), strict=True):
                 logprobs, top_ids, top_logprobs = (
                     array[text.request.start - 1 :] for array in read
                 )
                 if not np.isfinite(logprobs).all():
-                    raise FloatingPointError(
-                        "the model gives logprobs that are not finite"
-                    )
+                    # The next texts multiply masked values by 0.
+                    self.cache.clear(range(self.slots))
+                    text.answer.set_exception(text.weights.non_finite())
+                    continue
                 text.answer.set_result(
                     ScoreResponse(
-                        version=self.version(),
+                        version=text.weights.version,
                         logprobs=logprobs.tolist(),
                         top_ids=top_ids.ravel().tolist(),
                         top_logprobs=top_logprobs.ravel().tolist(),
@@ -92,12 +92,14 @@ class Scorer(TextReader):
         read: list[list[list[npt.NDArray[np.generic]]]] = [[] for _ in texts]
         # The last token predicts nothing that was asked for.
         jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
+        adapters = [text.weights.adapter for text in texts]
         for parts in cut_calls(jobs, self._query_chunk):
-            logits = self._call(self.read_stretches(parts), parts, None)
+            stretches = self.read_stretches(parts)
+            logits = self._call(stretches, parts, None, adapters=adapters)
             row = 0
             of_parts = list[Tensor]()
             for slot, _, start, end in parts:
-                ids, request, _ = texts[slot]
+                ids, request, *_ = texts[slot]
                 of_part = logits[row : row + end - start].float() / request.temperature
                 row += end - start
                 targets = to_device(ids[start + 1 : end + 1], logits.device)
@@ -114,10 +116,12 @@ class Scorer(TextReader):
 def routes_of(engine: Engine) -> list[Act]:
     scorer = engine.reader
     assert isinstance(scorer, Scorer)
-    scorer.version = lambda: engine.weights.version
+
+    def add(body: ScoreRequest, answer: Future[ScoreResponse]) -> None:
+        scorer.add(body, engine.weights_of(body.adapter, for_request=True), answer)
 
     async def score(body: ScoreRequest) -> ScoreResponse:
-        return await asyncio.wrap_future(engine.ask(partial(scorer.add, body)))
+        return await asyncio.wrap_future(engine.ask(partial(add, body)))
 
     return [score]
 
