@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from adapter_cases import OF_PEFT, assert_of_peft, spec, tensors_of
 from engine_in_process import (
     answered,
@@ -16,11 +17,21 @@ from engine_in_process import (
     stage_file,
 )
 from engine_replies import ask
+from model_zoo import make_config
 from safetensors.torch import load_file
+from trainer_cases import make_batch
+from trainer_cases import make_spec as trainer_spec
+from transformers import AutoModelForImageTextToText
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import CommitRequest, LoadChunkRequest, WakeRequest
+from asyncrl.messages.engine_api import (
+    CommitRequest,
+    LoadChunkRequest,
+    PrepareRequest,
+    WakeRequest,
+)
 from asyncrl.messages.tokens import SegmentPart
+from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl_servers.embedded.embedded_engine import Engine
 
 pytestmark = OF_PEFT
@@ -119,3 +130,25 @@ def test_unknown_targets_end_the_start(
     ):
         pass
     assert "has no layer nonesuch" in capsys.readouterr().err
+
+
+def test_adapter_of_a_composites_tied_head_is_pushed_by_its_name(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of Gemma 3 with images names the text part's weights differently."""
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(make_config("gemma3"))
+    whole.save_pretrained(folder)
+    targets = ["q_proj", "lm_head"]
+    trainer = {"lora": {"rank": 2, "alpha": 4.0, "targets": targets}}
+    spec = trainer_spec(folder, tmp_path, trainer=trainer, dtype="float32")
+    rank = TrainerRank(spec)
+    (tmp_path / "staging").mkdir(exist_ok=True)
+    rank.train(*make_batch())
+    sent = rank.begin_export(tmp_path / "staging/v1.safetensors")()
+    fields = sent.model_dump(include={*PrepareRequest.model_fields})
+    adapters = {"rank": 2, "scale": 2.0, "targets": targets}
+    with running_engine(folder, adapters=adapters) as engine:
+        loaded = engine.weights.prepare(PrepareRequest(**fields))
+    assert loaded.digest == sent.digest
