@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from trainer_cases import MakeStep, gradient_of, make_batch, make_spec, mesh_of_one
-from trainer_cases import naive as plain_pass
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
@@ -145,7 +143,7 @@ def test_stretches_act_as_merged_weights(make_table: Any, tiny_model_dir: Path) 
             if key.endswith(SUFFIXES[1]):
                 torch.nn.init.normal_(weight, std=0.1)
         pairs[name] = {
-            key: one.detach().clone().requires_grad_() for key, one in named.items()
+            key: one.detach().double().requires_grad_() for key, one in named.items()
         }
     header, arrays = batch_of(3)
     weight_N = np.random.default_rng(0).normal(size=len(arrays)).astype(np.float32)
@@ -162,38 +160,33 @@ def test_stretches_act_as_merged_weights(make_table: Any, tiny_model_dir: Path) 
     weight_M = torch.from_numpy(weight_N[micro.source_M])
     (found_M * weight_M).sum().backward()
 
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    expected = np.zeros(len(arrays), np.float32)
-    expected_loss = torch.zeros(())
-    for name, own in pairs.items():
-        scale = BOTH[name][0].scale
-        part_header, part = of_adapter(name, (header, arrays))
-        weights = dict(plain.named_parameters(remove_duplicate=False))
-        for layer in {key.rpartition(".lora_")[0] for key in own}:
-            lora_A, lora_B = (own[layer + end] for end in SUFFIXES)
-            base = weights[f"{layer}.weight"].detach()
-            weights[f"{layer}.weight"] = base + scale * lora_B @ lora_A
-
-        model = copy.copy(plain)
-        model.forward = lambda weights=weights, **inputs: functional_call(  # type: ignore[method-assign]
-            plain, weights, (), inputs, tie_weights=False
-        )
-        logprob_M = plain_pass(model, part_header, part)
-        place = header.trajectories[0 if name == "a" else 6].start
-        places = place + np.flatnonzero(part.is_sampled)
-        expected[places] = logprob_M.detach().numpy()
-        of_part = logprob_M * torch.from_numpy(weight_N[places])
-        expected_loss = expected_loss + of_part.sum()
-    expected_loss.backward()
-    gap_M = found_M.detach().numpy() - expected[micro.source_M]
-    assert np.abs(gap_M).max() < 5e-6
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64)
+    wanted_M = torch.zeros(len(arrays), dtype=torch.float64)
+    for entry in header.trajectories:
+        scale = BOTH[entry.adapter][0].scale
+        merged = dict(model.named_parameters(remove_duplicate=False))
+        for layer in table.layers:
+            lora_A, lora_B = (pairs[entry.adapter].get(layer + end) for end in SUFFIXES)
+            if lora_A is not None and lora_B is not None:
+                base = merged[f"{layer}.weight"].detach()
+                merged[f"{layer}.weight"] = base + scale * lora_B @ lora_A
+        ids = torch.from_numpy(arrays.ids[entry.start : entry.end]).long()
+        inputs = {"input_ids": ids[None]}
+        logits = functional_call(model, merged, (), inputs, tie_weights=False).logits
+        logprob_TV = torch.log_softmax(logits[0, :-1], dim=-1)
+        own_M = logprob_TV.gather(-1, ids[1:, None])[:, 0]
+        wanted_M[entry.start + 1 : entry.end] = own_M
+    wanted_M = wanted_M[torch.from_numpy(micro.source_M)]
+    (wanted_M * weight_M).sum().backward()
+    assert float((found_M - wanted_M).detach().abs().max()) < 5e-6
     for name, own in pairs.items():
         for key, weight in table.trained(name).masters.named.items():
             wanted = own[key].grad
             assert wanted is not None
             assert weight.grad is not None
-            distance = (weight.grad - wanted).abs().max() / wanted.abs().max()
-            assert float(distance) < 1e-6, (name, key)
+            distance = float((weight.grad - wanted).norm() / wanted.norm())
+            # Rounding of float32.
+            assert distance < 2e-6, (name, key)
 
 
 def test_adapters_beyond_the_limit_leave_and_come_back(make_table: Any) -> None:
@@ -213,16 +206,18 @@ def test_adapters_beyond_the_limit_leave_and_come_back(make_table: Any) -> None:
 
 
 def test_weights_leave_after_their_readers(make_table: Any) -> None:
-    _, table = make_table("a")
+    _, table = make_table("a", "b")
     policy, a = table.need(["", "a"])
-    read = list[tuple[bool, bool]]()
-    table.before_change = lambda: read.append((policy.aside.is_away, a.aside.is_away))
+    read = list[bool]()
+    table.before_change = lambda: read.append(a.aside.is_away)
     table.max_adapters_resident = 1
-    table.trained("a")
-    assert read == [(False, False)]
-    table.tensors("")
-    assert read == [(False, False), (True, False)]
+    table.tensors("b")
+    assert read == [False]
     assert a.aside.is_away
+    table.tensors("a")
+    assert read == [False, True]
+    assert not policy.aside.is_away
+    assert not a.aside.is_away
 
 
 def test_saved_adapter_goes_on_bit_for_bit(make_table: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -53,16 +54,14 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
         )
 
 
+@dataclass(eq=False)
 class Adapter:
     """An adapter of the table. `pairs`: by the name of their layer."""
 
-    def __init__(
-        self, pairs: Mapping[str, Pair], settings: TrainerConfig, aside: Aside
-    ) -> None:
-        self.pairs = pairs
-        self.aside = aside
-        self.last_use = 0
-        self._settings = settings
+    pairs: Mapping[str, Pair]
+    settings: TrainerConfig
+    aside: Aside
+    last_use: int = 0
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -78,7 +77,7 @@ class Adapter:
     @cached_property
     def trained(self) -> Trained:
         # Made at its first use, because sharding replaces the weights.
-        return Trained(MasterWeights(self.weights), self._settings)
+        return Trained(MasterWeights(self.weights), self.settings)
 
 
 class AdapterTable:
@@ -91,7 +90,7 @@ class AdapterTable:
 
     Example: max_adapters_resident=2.
         open a, open b, select a      both are on the device
-        open c                        b, idle for longest, moves to host memory
+        open c                        b, the longest idle, moves to host memory
         select b                      b comes back bit for bit, a moves
 
     Invariant: an adapter's weights depend only on its own gradients and steps.
@@ -117,7 +116,6 @@ class AdapterTable:
         self.before_change: Callable[[], None] = lambda: None
         """Wait for exports that read the weights."""
         self.layers = dict[str, AddedLinear]()
-        self._model = model
         self._settings = settings
         self._dtype = dtype
         self._folder = folder
@@ -154,7 +152,7 @@ class AdapterTable:
             self._refuse_sharded("another adapter cannot be opened")
         chosen = [*self.layers]
         if config.targets != "all-linear":
-            chosen = with_ends(chosen, config.targets, type(self._model).__name__)
+            chosen = with_ends(chosen, config.targets)
         pairs = dict[str, Pair]()
         # Drawn on the CPU: the same numbers on any device and rank, as peft draws them.
         generator = torch.Generator().manual_seed(seed)
@@ -179,8 +177,8 @@ class AdapterTable:
         self.need([name])
         if any(one.adapter == name for one in self._selected):
             self.select(())
-        for layer in self.layers.values():
-            if name == POLICY_ADAPTER:
+        if name == POLICY_ADAPTER:
+            for layer in self.layers.values():
                 layer.pair = None
         del self._adapters[name]
 
@@ -206,9 +204,7 @@ class AdapterTable:
         """Return an adapter's weights and optimizer, on the device until another adapter
         is used. Raises Refused.
         """
-        (adapter,) = self.need([name])
-        self._bring([adapter])
-        return adapter.trained
+        return self._here(name).trained
 
     def version(self, name: str) -> int:
         """Return the number of an adapter's optimizer steps. Raises Refused."""
@@ -248,14 +244,9 @@ class AdapterTable:
         sizes = {key: tuple(tensor.shape) for key, tensor in saved.items()}
         here = {key: tuple(one.shape) for key, one in trained.state().items()}
         refuse_foreign(path, sizes, here, ["weights."])
-        moments = {
-            key.removeprefix("optimizer."): size
-            for key, size in sizes.items()
-            if key.startswith("optimizer.")
-        }
         self.before_change()
         trained.drop_gradient()
-        trained.make_state(moments)
+        trained.make_state(sizes)
         for key, tensor in trained.state().items():
             tensor.copy_(saved[key])
 
@@ -273,11 +264,9 @@ class AdapterTable:
 
     def tensors(self, name: str = POLICY_ADAPTER) -> dict[str, Tensor]:
         """Return A and B of each layer, sharded like the model. Raises Refused."""
-        (adapter,) = self.need([name])
-        self._bring([adapter])
         return {
             key: local_if_whole(weight.detach())
-            for key, weight in adapter.weights.items()
+            for key, weight in self._here(name).weights.items()
         }
 
     def merging(
@@ -315,17 +304,22 @@ class AdapterTable:
                 way_out="set trainer.world_size=1 and trainer.offload.by_layer=false.",
             )
 
+    def _here(self, name: str) -> Adapter:
+        (adapter,) = self.need([name])
+        self._bring([adapter])
+        return adapter
+
     def _bring(self, used: Sequence[Adapter]) -> None:
         """Bring adapters to the device, and move the longest idle ones beyond the limit
-        to host memory. The adapters of one micro-batch may exceed the limit. Raises
-        Refused.
+        to host memory. The adapters of one micro-batch may exceed the limit, and
+        POLICY_ADAPTER stays, since the run holds its tensors. Raises Refused.
         """
         for adapter in used:
             adapter.last_use = next(self._clock)
         idle = [
             adapter
-            for adapter in self._adapters.values()
-            if adapter not in used and not adapter.aside.is_away
+            for name, adapter in self._adapters.items()
+            if name and adapter not in used and not adapter.aside.is_away
         ]
         idle.sort(key=lambda adapter: adapter.last_use)
         num_leaving = max(len(idle) + len(used) - self.max_adapters_resident, 0)

@@ -242,13 +242,18 @@ class Trained:
                 state[f"{prefix}optimizer.{kind}.{name}"] = tensor
         return state
 
-    def make_state(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make the optimizer's state of these names and sizes, without content. A new
-        optimizer has none, and a checkpoint is read into tensors that exist.
+    def make_state(
+        self, sizes: Mapping[str, tuple[int, ...]], prefix: str = ""
+    ) -> None:
+        """Make the optimizer's state of a checkpoint with these sizes, without content.
+        A new optimizer has none, and a checkpoint is read into tensors that exist.
         """
         self.optimizer.state.clear()
+        start = f"{prefix}optimizer."
         for key, size in sizes.items():
-            kind, name = key.split(".", 1)
+            if not key.startswith(start):
+                continue
+            kind, name = key.removeprefix(start).split(".", 1)
             master = self.masters.named[name]
             # AdamW's count of steps has no dimensions, so it is not sharded like its
             # weight.

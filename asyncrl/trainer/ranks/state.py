@@ -173,15 +173,16 @@ class TrainerState:
         self.wait_written()
         saved = read_state(path)
         index = _read_index(path)
+        stored = _stored_sizes(index, "")
         starts = [f"{prefix}weights." for prefix in (POLICY, CRITIC)]
         here = {key: tuple(one.shape) for key, one in self._live().items()}
         # Also refuses a critic's state in a run without a critic, and the reverse: a
         # fresh critic would train the policy on other advantages, without a word.
-        refuse_foreign(path, _stored_sizes(index, ""), here, starts)
+        refuse_foreign(path, stored, here, starts)
         # One model after the other: a device may be too small for the parts of both.
         for prefix, model in self._models.items():
             bring(prefix)
-            model.make_state(_stored_sizes(index, f"{prefix}optimizer."))
+            model.make_state(stored, prefix)
             # Other numbers of ranks and kinds of devices have other generators.
             known = index.state_dict_metadata
             own = (f"{prefix}weights.", f"{prefix}optimizer.")
