@@ -47,7 +47,7 @@ class AddedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)
-        parts = list[Tensor]()
+        parts: list[Tensor] = []  # torch.compile does not know list[Tensor]()
         for rows, pair in self.used:
             x_part, part = x, product
             if rows is not None:
