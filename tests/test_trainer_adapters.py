@@ -1,4 +1,4 @@
-"""Several adapters of one trainer: each trains as if it were alone."""
+"""Several adapters of one trainer: each trains as it would without the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Linear layers with low-rank adapters. A pass uses one adapter for all rows, or one for
-each stretch of rows.
+"""Linear layers with low-rank adapters. A pass uses one adapter for all rows, or an
+adapter for each stretch of rows.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Pair(nn.Module):
 
 
 Used = tuple[slice | None, Pair | None]
-"""Rows, None for all, and the pair that they use. None: the adapter leaves the layer
-out.
+"""Rows, and the pair that computes them. The rows are None for all rows. The pair is None
+if the adapter does not change the layer.
 """
 
 
 class AddedLinear(nn.Linear):
     """W x + scale * B (A x), in the dtype of x, as engines compute it.
 
-    `used`: by the stretches of the next pass, in their order.
+    `used`: the stretches of the next pass, in their order.
     """
 
     def __init__(self, base: nn.Linear) -> None:

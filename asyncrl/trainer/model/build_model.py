@@ -348,7 +348,6 @@ class TrainedModel:
         dtype = torch.float32 if lora is None else self.dtype
         model, whole = make_models(spec, dtype, ranks, self.device, kind)
         self.adapters: AdapterTable | None = None
-
         if lora is not None:
             settings = spec.trainer, self.dtype, spec.record_path.parent, spec.seed
             self.adapters = AdapterTable(model, *settings, ranks)
