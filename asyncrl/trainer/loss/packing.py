@@ -376,7 +376,7 @@ def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bi
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
 
 
-class Stretch(NamedTuple):
+class AdapterStretch(NamedTuple):
     """Packed tokens [start, end) that one adapter computes."""
 
     start: int
@@ -400,7 +400,7 @@ class MicroBatch:
     token_ids_N: Tensor
     position_N: Tensor
     layout: Layout
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[AdapterStretch, ...]
     predict_U: Tensor
     target_U: Tensor
     pair_M: Tensor
@@ -601,7 +601,7 @@ def _assemble(
         start, _ = runs[0]
         starts[sequence.adapter] = min(start, starts.get(sequence.adapter, start))
     ends = [*starts.values(), layout.num_tokens][1:]
-    stretches = map(Stretch, starts.values(), ends, starts)
+    stretches = map(AdapterStretch, starts.values(), ends, starts)
     sources, predicts = list[IntN](), list[IntN]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
         offset = np.flatnonzero(

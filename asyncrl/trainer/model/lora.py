@@ -21,7 +21,7 @@ from asyncrl.base.http import Refused
 from asyncrl.config.trainer_config import LoraConfig, TrainerConfig
 from asyncrl.models.low_rank import find_targets, noted_calls, with_ends
 from asyncrl.trainer.attention.forward_plan import probe_model
-from asyncrl.trainer.loss.packing import Stretch
+from asyncrl.trainer.loss.packing import AdapterStretch
 from asyncrl.trainer.model.added_linear import AddedLinear, Pair, Used
 from asyncrl.trainer.ranks.optimizer import MasterWeights, Trained
 from asyncrl.trainer.ranks.ranks import ONE_RANK, Ranks
@@ -121,7 +121,7 @@ class AdapterTable:
         self._folder = folder
         self._ranks = ranks
         self._adapters = dict[str, Adapter]()
-        self._selected: Sequence[Stretch] = ()
+        self._selected: Sequence[AdapterStretch] = ()
         self._is_off = False
         self._clock = count(1)
         for name in targets_of(model, settings.lora):
@@ -134,7 +134,7 @@ class AdapterTable:
             parameter.requires_grad_(requires_grad=False)
             parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         self.open(POLICY_ADAPTER, settings.lora, seed)
-        self.select([Stretch(0, 0, POLICY_ADAPTER)])
+        self.select([AdapterStretch(0, 0, POLICY_ADAPTER)])
 
     @property
     def names(self) -> list[str]:
@@ -188,7 +188,7 @@ class AdapterTable:
         refuse_unknown(wanted, self.names)
         return [self._adapters[name] for name in wanted]
 
-    def select(self, stretches: Sequence[Stretch]) -> None:
+    def select(self, stretches: Sequence[AdapterStretch]) -> None:
         """Choose the adapters of the next forward and backward pass, and bring them to
         the device. Raises Refused, and then chooses nothing.
         """

@@ -33,10 +33,10 @@ from asyncrl.models.structure import backbone_of
 from asyncrl.trainer.attention.packed_attention import ATTENTION, number_of
 from asyncrl.trainer.attention.tree import Layout, places_of
 from asyncrl.trainer.loss.packing import (
+    AdapterStretch,
     AllowedRows,
     MicroBatch,
     PackRules,
-    Stretch,
     costs_of,
 )
 from asyncrl.trainer.loss.supports import Entries, EntriesPart, SupportRows
@@ -478,7 +478,7 @@ class Policy(nn.Module):
         self.plan = plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
-        self.select: Callable[[Sequence[Stretch]], None] = lambda _: None
+        self.select: Callable[[Sequence[AdapterStretch]], None] = lambda _: None
         """Choose the adapters of the next pass and its backward pass."""
         self.balance: BalanceLoss | None = None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
