@@ -58,7 +58,7 @@ def test_limit_admits_rounding_and_refuses_small_faults(
 ) -> None:
     folder = tmp_path / "model"
     random_model(make_config("qwen2", "vllm")).save_pretrained(folder)
-    trainer = {"lora": {"rank": 4}, "learning_rate": 2e-3}
+    trainer = {"lora": {"rank": 4}, "learning_rate": 1.5e-3}
     step = make_step(folder, trainer=trainer, dtype=dtype, canary_tokens=CANARY_TOKENS)
     engine = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(

@@ -15,9 +15,9 @@ from trainer_cases import MakeStep, gradient_of, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config.trainer_config import LoraConfig
+from asyncrl.config.trainer_config import LoraConfig, TrainerConfig
 from asyncrl.trainer.loss.objective import BatchNumbers
-from asyncrl.trainer.model.lora import ADAPTER, Adapters, targets_of
+from asyncrl.trainer.model.lora import AdapterTable, targets_of
 from asyncrl.trainer.ranks.rank import TrainerRank
 from asyncrl.weights.export import named_weights
 
@@ -48,15 +48,13 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -
         tiny_model_dir, dtype=torch.float32
     ).state_dict()
     for name, parameter in step.policy.model.named_parameters():
-        assert parameter.dtype == torch.bfloat16
         assert parameter.requires_grad == (".lora_" in name)
         if parameter.requires_grad:
-            assert step.masters.named[name].dtype == torch.float32
+            assert parameter.dtype == torch.float32
             assert parameter.any(), f"{name} is still 0"
         else:
-            assert torch.equal(
-                parameter, base[name.replace(".base_layer", "")].bfloat16()
-            )
+            assert parameter.dtype == torch.bfloat16
+            assert torch.equal(parameter, base[name].bfloat16())
     batch = BatchNumbers(*BATCH, BATCH[1].is_sampled)
     step._numbers(batch)
     assert np.array_equal(batch.reference_N, before)
@@ -101,9 +99,7 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(
             assert not gradient.any()
         else:
             expected = (
-                2.0
-                * full[f"{module}.weight"]
-                @ weights[f"{module}.lora_A.default.weight"].T
+                2.0 * full[f"{module}.weight"] @ weights[f"{module}.lora_A.weight"].T
             )
             assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
@@ -114,13 +110,15 @@ def test_each_linear_layer_beside_experts_has_its_adapter(tmp_path: Path) -> Non
     folder = make_tiny_moe(tmp_path / "model", "deepseek_v3", **STACKED["deepseek_v3"])
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adapters = Adapters(model, LoraConfig(rank=2), torch.float32)
+    lora = LoraConfig(rank=2)
+    adapters = AdapterTable(model, TrainerConfig(lora=lora), torch.float32, tmp_path)
     linear = [
         name for name, module in base.named_modules() if isinstance(module, nn.Linear)
     ]
     assert [*adapters.layers, "lm_head"] == linear
-    for layer in adapters.layers.values():
-        nn.init.normal_(layer.lora_B[ADAPTER].weight)
+    for name, weight in adapters.trained().masters.named.items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
     ids = torch.arange(6, 20)[None]
     with torch.no_grad():
         changed, expected = model(ids).logits, base(ids).logits

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,10 +245,10 @@ def test_sliced_head_is_a_log_softmax(
     ]
     found, expected = ([*some, None, None, None][:5] for some in (narrow, wide))
     hidden_MD, weight_VD, bias_V, *low_rank = found
-    module = SimpleNamespace(weight=weight_VD, bias=bias_V)
+    head = HeadWeights(hidden_MD, weight_VD, bias_V)
     if has_adapter:
-        module.low_rank = LowRank(*low_rank, 0.5)
-    head = HeadWeights.of(module, hidden_MD)
+        added = LowRank(*low_rank, 0.5)
+        head = head._replace(narrow_MR=added.narrow(hidden_MD), up_VR=added.up)
     scores = (
         head_scores(head, target_M, HeadUse(0.7, rows))[:3],
         whole(expected, target_M, is_allowed),

@@ -128,6 +128,7 @@ class TrajectoryHeader(Message):
     """A trajectory of a batch, in tokens [start, end).
 
     `credits` of the branches replace the rollout's `reward` and its `parts`.
+    `adapter`: the adapter that it trains; "" for the run's policy.
     """
 
     group_index: int
@@ -140,6 +141,7 @@ class TrajectoryHeader(Message):
     branch: int = 0
     credits: list[Credit] = []
     parts: dict[str, RewardPart] = {}
+    adapter: str = ""
 
 
 class BatchHeader(Message):

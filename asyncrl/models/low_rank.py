@@ -97,14 +97,18 @@ def find_targets(
     if targets == "all-linear":
         return linear
     known = [*linear, *filter(None, [head_name])]
+    return with_ends(known, targets)
+
+
+def with_ends(known: Collection[str], ends: Sequence[str]) -> list[str]:
+    """Return the layers among `known` with these ends of names. Raises ConfigError."""
     chosen = {
-        end: [name for name in known if f".{name}".endswith(f".{end}")]
-        for end in targets
+        end: [name for name in known if f".{name}".endswith(f".{end}")] for end in ends
     }
     if missing := [end for end, names in chosen.items() if not names]:
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in known))
         raise ConfigError(
-            f"trainer.lora.targets: {type(model).__name__} has no layer {', '.join(missing)}",
+            f"trainer.lora.targets: the model has no layer {', '.join(missing)}",
             rule="adapters need a called torch.nn.Linear with an unshared weight, or the output head",
             way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
         )

@@ -29,12 +29,13 @@ from torch.func import functional_call
 from trainer_cases import batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError, find_fatal
-from asyncrl.config.trainer_config import LoraConfig
+from asyncrl.config.trainer_config import LoraConfig, TrainerConfig
 from asyncrl.trainer.loss.packing import micro_batches
 from asyncrl.trainer.model.build_model import plan_of
-from asyncrl.trainer.model.lora import Adapters, targets_of
+from asyncrl.trainer.model.lora import AdapterTable, targets_of
 from asyncrl.trainer.model.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks.ranks import ONE_RANK
+from asyncrl.weights.tensor_files import SUFFIXES
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/models.csv"
@@ -306,22 +307,24 @@ def adapted(model: Any, plan: ForwardPlan | None) -> str:
     of_head = [name for name, one in model.named_modules() if one is head]
     if head is None or type(head).forward is not torch.nn.Linear.forward:
         of_head = []
-    adapters = Adapters(
-        model, LoraConfig(rank=4, targets=[*default, *of_head]), torch.float32
-    )
+    lora = LoraConfig(rank=4, targets=[*default, *of_head])
+    settings = TrainerConfig(lora=lora)
+    adapters = AdapterTable(model, settings, torch.float32, Path(tempfile.gettempdir()))
     assert [*adapters.layers] == [*default, *of_head]
     pairs = dict[str, tuple[Tensor, Tensor]]()
-    for name, layer in adapters.layers.items():
-        torch.nn.init.normal_(layer.low_rank.up, std=0.1)
-        lora_A, lora_B = (
-            one.detach().clone().requires_grad_() for one in layer.low_rank[:2]
+    weights = adapters.trained().masters.named
+    for name in adapters.layers:
+        lora_A, lora_B = (weights[name + end] for end in SUFFIXES)
+        torch.nn.init.normal_(lora_B, std=0.1)
+        pairs[name] = (
+            lora_A.detach().clone().requires_grad_(),
+            lora_B.detach().clone().requires_grad_(),
         )
-        pairs[name] = lora_A, lora_B
 
     def merged_logprobs(ids: Ids) -> Tensor:
         weights = {
             f"{name}.weight": plain.get_parameter(f"{name}.weight")
-            + adapters.scale * lora_B @ lora_A
+            + lora.scale * lora_B @ lora_A
             for name, (lora_A, lora_B) in pairs.items()
         }
         # A tied head and the embedding are two weights here.
@@ -343,7 +346,7 @@ def adapted(model: Any, plan: ForwardPlan | None) -> str:
         Policy(model, plan),
         merged_logprobs,
         lambda: {
-            f"{name}.{kind}.default.weight": torch.zeros_like(one)
+            f"{name}.pair.{kind}": torch.zeros_like(one)
             if one.grad is None
             else one.grad
             for name, pair in pairs.items()

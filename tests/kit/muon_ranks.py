@@ -37,7 +37,7 @@ def train(
     name: str, shard: Callable[[Tensor], Tensor] = torch.clone
 ) -> tuple[MasterWeights, torch.optim.Optimizer]:
     """Return the weights after NUM_STEPS steps."""
-    masters = MasterWeights(random_model(make_config(name)), torch.float32)
+    masters = MasterWeights.of(random_model(make_config(name)), torch.float32)
     masters.named = {key: shard(one.detach()) for key, one in masters.named.items()}
     optimizer = make_optimizer(masters, SETTINGS)
     for step in range(NUM_STEPS):

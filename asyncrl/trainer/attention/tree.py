@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ class TokenRange(NamedTuple):
     group: int
     first: int
     num_loss: int
+    adapter: str = ""
 
 
 class Piece(NamedTuple):
@@ -149,7 +150,7 @@ def lay_out(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
     """Return (layout, source_N, position_N): each token's place in the arrays, and in
-    its sequences.
+    its sequences. Sequences of an adapter are consecutive, and so are their tokens.
 
     Example: two sequences of 12 tokens share the first 10, so 14 tokens are computed, not 24.
         >>> ids = np.array([*range(10), 20, 21, *range(10), 30, 31], np.int32)
@@ -166,9 +167,9 @@ def lay_out(
     """
     # packing.assign() counted every shared token once. Pruning repeats some, so a
     # micro-batch that was just full may exceed the limit: then share all.
-    nodes = _pruned(_trie(sequences, token_ids))
+    nodes = _pruned(_forest(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:
-        nodes = _trie(sequences, token_ids)
+        nodes = _forest(sequences, token_ids)
     passes = _lay_paths(nodes)
     nodes.sort(key=lambda node: node.place)
     position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
@@ -183,6 +184,16 @@ def lay_out(
         for index, part in enumerate(passes)
     )
     return Layout(len(source_N), rows, made), source_N, position_N
+
+
+def _forest(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+) -> list[TreeNode]:
+    nodes = list[TreeNode]()
+    # The states of a prompt differ between adapters, so adapters share no token.
+    for _, own in groupby(sequences, key=lambda one: one.adapter):
+        nodes += _trie([*own], token_ids)
+    return nodes
 
 
 def _trie(

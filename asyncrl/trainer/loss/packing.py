@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.records import part_of
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
-from asyncrl.messages.trainer_api import BatchHeader
+from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.models.devices import to_device
 from asyncrl.models.rope_lengths import LengthBorder
 from asyncrl.trainer.attention.tree import (
@@ -375,6 +376,14 @@ def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bi
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
 
 
+class AdapterStretch(NamedTuple):
+    """Packed tokens [start, end) that one adapter computes."""
+
+    start: int
+    end: int
+    adapter: str
+
+
 # No tuple: FSDP2 would round the teacher's logprobs in it to bfloat16, as it does with
 # all tensors in tuples that a forward pass gets.
 @dataclass(frozen=True)
@@ -385,12 +394,13 @@ class MicroBatch:
     The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`,
     is at `source_M` in the batch's arrays and belongs to `sequence_M`. Pairs without a
     support come first; `allowed_P` and `distilled` are of these, `supports` of the
-    others.
+    others. `stretches` cover the tokens, one for each adapter.
     """
 
     token_ids_N: Tensor
     position_N: Tensor
     layout: Layout
+    stretches: tuple[AdapterStretch, ...]
     predict_U: Tensor
     target_U: Tensor
     pair_M: Tensor
@@ -425,7 +435,13 @@ def token_ranges(
             length = entry.end - entry.start if reads_all else last
             ranges.append(
                 TokenRange(
-                    index, entry.start, length, entry.group_index, first, len(places)
+                    index,
+                    entry.start,
+                    length,
+                    entry.group_index,
+                    first,
+                    len(places),
+                    entry.adapter,
                 )
             )
     return ranges
@@ -449,11 +465,17 @@ def cut_parts(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, To
     """Return the parts of a batch (see Batch), each as a batch."""
     if not header.part_groups:
         return [(header, arrays)]
-    found = list[tuple[BatchHeader, Tokens]]()
-    parts = groupby(
-        header.trajectories, key=lambda one: part_of(one.group_id, header.part_groups)
+    return cut_where(
+        header, arrays, lambda one: part_of(one.group_id, header.part_groups)
     )
-    for _, entries in parts:
+
+
+def cut_where(
+    header: BatchHeader, arrays: Tokens, key: Callable[[TrajectoryHeader], object]
+) -> list[tuple[BatchHeader, Tokens]]:
+    """Cut a batch where the key of a trajectory changes."""
+    found = list[tuple[BatchHeader, Tokens]]()
+    for _, entries in groupby(header.trajectories, key=key):
         own = list(entries)
         start, first_group = own[0].start, own[0].group_index
         moved = [
@@ -483,11 +505,22 @@ class PackRules(NamedTuple):
     border: LengthBorder | None = None
     reads_all: bool = False
     """Read the tokens behind the last loss token too."""
+    mixes_adapters: bool = False
+    """Let adapters share micro-batches. Apart, the bits of each adapter's gradient do not
+    depend on the others. On a CPU, sharing is not faster: 8 adapters with 64 tokens each
+    took 27.8 ms together, and 26.7 ms one after the other.
+    """
 
     def sides(self, sequences: list[TokenRange]) -> list[tuple[list[TokenRange], int]]:
         """Return sequences that may share micro-batches, with the maximum of their
         tokens.
         """
+        if not self.mixes_adapters:
+            alike = self._replace(mixes_adapters=True)
+            by_adapter = dict[str, list[TokenRange]]()
+            for one in sequences:
+                by_adapter.setdefault(one.adapter, []).append(one)
+            return [side for own in by_adapter.values() for side in alike.sides(own)]
         if self.border is None:
             return [(sequences, self.max_tokens)]
         _, longest, is_stepwise = self.border
@@ -561,8 +594,14 @@ def _assemble(
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(array.astype(np.int64), device)
 
-    sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
+    sequences = sorted(sequences, key=attrgetter("adapter", "trajectory"))
     layout, source_N, position_N = lay_out(sequences, arrays.ids, max_tokens)
+    starts = dict[str, int]()
+    for sequence, runs in zip(sequences, layout.rows, strict=True):
+        start, _ = runs[0]
+        starts[sequence.adapter] = min(start, starts.get(sequence.adapter, start))
+    ends = [*starts.values(), layout.num_tokens][1:]
+    stretches = map(AdapterStretch, starts.values(), ends, starts)
     sources, predicts = list[IntN](), list[IntN]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
         offset = np.flatnonzero(
@@ -617,6 +656,7 @@ def _assemble(
         token_ids_N=tensor(arrays.ids[source_N]),
         position_N=tensor(position_N),
         layout=layout,
+        stretches=tuple(stretches),
         predict_U=tensor(pair_U >> 32),
         target_U=tensor(pair_U & 0xFFFFFFFF),
         pair_M=tensor(pair_M),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,16 +41,14 @@ from asyncrl.trainer.attention.forward_plan import (
 )
 from asyncrl.trainer.attention.packed_attention import HOPPER, choose_flash
 from asyncrl.trainer.model.compiled import layers_of, why_not_compiled
+from asyncrl.trainer.model.lora import AdapterTable
 from asyncrl.trainer.model.policy import ForwardPlan, Policy
-from asyncrl.trainer.ranks.optimizer import MasterWeights, cast_model
+from asyncrl.trainer.ranks.optimizer import MasterWeights, Trained, cast_model
 from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.model.lora import Adapters
 
 log = logging.getLogger("asyncrl.trainer")
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
@@ -347,14 +345,12 @@ class TrainedModel:
         lora = spec.trainer.lora
         dtype = torch.float32 if lora is None else self.dtype
         model, whole = make_models(spec, dtype, ranks, self.device, kind)
-        self.adapters: Adapters | None = None
+        self.adapters: AdapterTable | None = None
         if lora is not None:
-            # It imports peft, for half a second.
-            from asyncrl.trainer.model.lora import Adapters
-
-            self.adapters = Adapters(model, lora, self.dtype)
+            settings = spec.trainer, self.dtype, spec.record_path.parent, spec.seed
+            self.adapters = AdapterTable(model, *settings, ranks)
             if is_sharded and whole is not None:
-                Adapters(whole, lora, self.dtype)
+                AdapterTable(whole, *settings, ranks)
         plan = plan_of(spec, model, self.device)
         compiles = should_compile(spec, model, plan, self.device)
         self.kernels = choose_kernels(self.device, is_compiled=compiles)
@@ -377,12 +373,20 @@ class TrainedModel:
             return policy
 
         self.reference = None if frozen is None else policy_of(frozen)
-        if not is_sharded:  # before layers are compiled or fused
-            self.masters = MasterWeights(model, self.dtype)
+        masters: MasterWeights | None = None
+        if not is_sharded and self.adapters is None:
+            # before layers are compiled or fused
+            masters = MasterWeights.of(model, self.dtype)
         self.policy = policy_of(model)
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        if is_sharded:
-            self.masters = MasterWeights(model, torch.float32)
+        if self.adapters is not None:
+            self.policy.select = self.adapters.select
+            self.trained = self.adapters.trained()
+        else:
+            # Shards are float32.
+            masters = masters or MasterWeights.of(model, torch.float32)
+            self.trained = Trained(masters, spec.trainer)
+        self.masters = self.trained.masters
         if spec.algorithm.router_replay:
             self.policy.replay = RouterReplay(model)
         if spec.trainer.gradient_checkpointing is True:

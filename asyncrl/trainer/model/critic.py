@@ -27,7 +27,6 @@ from asyncrl.trainer.loss.sums import (
 )
 from asyncrl.trainer.model.build_model import TrainedModel, reshard
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -86,7 +85,7 @@ class Critic:
             own_spec, ranks, needs_reference=False, kind=ValueModel
         )
         self.model = self._built.policy
-        self.trained = Trained(self._built.masters, self._loop)
+        self.trained = self._built.trained
         self._steps = list[tuple[float, float, float]]()
         """Loss, clipped share and gradient norm of each step of the version."""
 

@@ -1,27 +1,37 @@
-"""Low-rank adapters of the trainer: peft's layers and names, computed as in engines
-(asyncrl/models/low_rank.py). scale = alpha / rank, and B is zero at first.
+"""The trainer's low-rank adapters: weights, gradient, AdamW state and version of each.
+scale = alpha / rank, and B is zero at first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import count
+from pathlib import Path
 
-import peft
 import torch
-from peft.tuners import lora
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config.trainer_config import LoraConfig
-from asyncrl.models.low_rank import LowRank, find_targets, noted_calls
+from asyncrl.base.http import Refused
+from asyncrl.config.trainer_config import LoraConfig, TrainerConfig
+from asyncrl.models.low_rank import find_targets, noted_calls, with_ends
 from asyncrl.trainer.attention.forward_plan import probe_model
+from asyncrl.trainer.loss.packing import AdapterStretch
+from asyncrl.trainer.model.added_linear import AddedLinear, Pair, Used
+from asyncrl.trainer.ranks.optimizer import MasterWeights, Trained
+from asyncrl.trainer.ranks.ranks import ONE_RANK, Ranks
+from asyncrl.trainer.ranks.state import refuse_foreign
+from asyncrl.weights.aside import Aside
 from asyncrl.weights.export import local_if_whole, merge
 from asyncrl.weights.tensor_files import SUFFIXES, float32_names
 
-ADAPTER = "default"
+POLICY_ADAPTER = ""
+"""The adapter that an ordinary run trains."""
 
 
 @torch.no_grad()
@@ -33,99 +43,289 @@ def targets_of(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return find_targets(model, config.targets, called)
 
 
-class AddedLinear(lora.Linear):
-    """A peft layer that computes as engines do: W x + scale * B (A x), in the dtype of
-    x.
-    """
+def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise Refused if `names` has an adapter that is not open."""
+    if unknown := sorted({*names} - {*known}):
+        raise Refused(
+            404,
+            f"the trainer has no adapter {unknown[0]!r}; it has {[*known]}",
+            rule="a batch names open adapters",
+            way_out="open the adapter first.",
+        )
+
+
+@dataclass(eq=False)
+class Adapter:
+    """An adapter of the table. `pairs`: by the name of their layer."""
+
+    pairs: Mapping[str, Pair]
+    settings: TrainerConfig
+    aside: Aside
+    last_use: int = 0
 
     @property
-    def low_rank(self) -> LowRank:
-        lora_A: Any = self.lora_A[ADAPTER]
-        lora_B: Any = self.lora_B[ADAPTER]
-        return LowRank(lora_A.weight, lora_B.weight, self.scaling[ADAPTER])
-
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        product: Tensor = self.get_base_layer()(x)
-        low_rank = self.low_rank
-        # At scale 0 these are the bits of the model without adapters.
-        return low_rank.add(product, x) if low_rank.scale else product
-
-
-class Adapters:
-    def __init__(
-        self, model: PreTrainedModel, config: LoraConfig, dtype: torch.dtype
-    ) -> None:
-        """Insert float32 adapters. Raises ConfigError."""
-        names = targets_of(model, config)
-        self._dtype = dtype
-        self.scale = config.scale
-        # With a transformers config, peft would rename names and move dense adapters to
-        # experts.
-        holder = nn.Module()
-        holder.model = model
-        described = peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
-            target_modules=[f"model.{name}" for name in names],
-        )
-        # https://huggingface.co/docs/peft/developer_guides/custom_models
-        described._register_custom_module({nn.Linear: AddedLinear})
-        is_meta = next(model.parameters()).is_meta
-        peft.inject_adapter_in_model(
-            described, holder, ADAPTER, low_cpu_mem_usage=is_meta
-        )
-        self.layers: dict[str, AddedLinear] = {
-            name: model.get_submodule(name) for name in names
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return A and B of each layer by the names that engines know, sharded like the
+        model.
+        """
+        return {
+            f"{name}{end}": weight
+            for name, pair in self.pairs.items()
+            for end, weight in zip(SUFFIXES, pair.parameters(), strict=True)
         }
+
+    @cached_property
+    def trained(self) -> Trained:
+        # Made at its first use, because sharding replaces the weights.
+        return Trained(MasterWeights(self.weights), self.settings)
+
+
+class AdapterTable:
+    """The adapters of a model. An ordinary run has one, POLICY_ADAPTER, and a sharded
+    model can have no other.
+
+    Each adapter owns its gradient. Life of an adapter:
+        open() -> select(), a forward and a backward pass, any number of times -> step() ->
+        ... -> drop(). Between the two passes no other adapter may be used.
+
+    Example: max_adapters_resident=2.
+        open a, open b, select a      both are on the device
+        open c                        b, the longest idle, moves to host memory
+        select b                      b comes back bit for bit, a moves
+
+    Invariant: an adapter's weights depend only on its own gradients and steps.
+    Invariant: weights change and leave the device only after before_change(). drop() does
+        not wait: an export that still reads the tensors keeps them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainerConfig,
+        dtype: torch.dtype,
+        folder: Path,
+        seed: int = 0,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        """Replace the layers that settings.lora targets, cast all weights to `dtype`,
+        freeze them, and open and select POLICY_ADAPTER. `folder`: for files with what
+        leaves a CPU. Raises ConfigError.
+        """
+        assert settings.lora is not None
+        self.max_adapters_resident = 2**31
+        self.before_change: Callable[[], None] = lambda: None
+        """Wait for exports that read the weights."""
+        self.layers = dict[str, AddedLinear]()
+        self._settings = settings
+        self._dtype = dtype
+        self._folder = folder
+        self._ranks = ranks
+        self._adapters = dict[str, Adapter]()
+        self._selected: Sequence[AdapterStretch] = ()
+        self._is_off = False
+        self._clock = count(1)
+        for name in targets_of(model, settings.lora):
+            base = model.get_submodule(name)
+            assert isinstance(base, nn.Linear)
+            self.layers[name] = AddedLinear(base)
+            model.set_submodule(name, self.layers[name])
         kept = float32_names(model)
         for name, parameter in model.named_parameters():
-            in_float32 = parameter.requires_grad or name in kept
-            parameter.data = parameter.data.to(torch.float32 if in_float32 else dtype)
+            parameter.requires_grad_(requires_grad=False)
+            parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
+        self.open(POLICY_ADAPTER, settings.lora, seed)
+        self.select([AdapterStretch(0, 0, POLICY_ADAPTER)])
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._adapters]
+
+    def open(self, name: str, config: LoraConfig, seed: int) -> None:
+        """Add an adapter, whose A is drawn from `seed`. Its layers are among the table's;
+        "all-linear" are all of these. Raises ConfigError and Refused.
+        """
+        if name in self._adapters:
+            raise Refused(
+                409, f"the adapter {name!r} is open", way_out="choose another name."
+            )
+        if self._adapters:
+            self._refuse_sharded("another adapter cannot be opened")
+        chosen = [*self.layers]
+        if config.targets != "all-linear":
+            chosen = with_ends(chosen, config.targets)
+        pairs = dict[str, Pair]()
+        # Drawn on the CPU: the same numbers on any device and rank, as peft draws them.
+        generator = torch.Generator().manual_seed(seed)
+        for key in chosen:
+            layer = self.layers[key]
+            device = layer.weight.device
+            bound = layer.in_features**-0.5
+            down = torch.empty(config.rank, layer.in_features)
+            down.uniform_(-bound, bound, generator=generator)
+            up = torch.zeros(layer.out_features, config.rank, device=device)
+            pairs[key] = Pair(down.to(device), up, config.scale)
+            if name == POLICY_ADAPTER:  # FSDP2 shards parts of the model
+                layer.pair = pairs[key]
+        aside = Aside(device, self._folder)
+        adapter = Adapter(pairs, self._settings, aside)
+        self._bring([adapter])
+        self._adapters[name] = adapter
+
+    def drop(self, name: str) -> None:
+        """Remove an adapter and its gradient. Raises Refused."""
+        self._refuse_sharded(f"the adapter {name!r} cannot be dropped")
+        self.need([name])
+        if any(one.adapter == name for one in self._selected):
+            self.select(())
+        if name == POLICY_ADAPTER:
+            for layer in self.layers.values():
+                layer.pair = None
+        del self._adapters[name]
+
+    def need(self, names: Iterable[str]) -> list[Adapter]:
+        """Return adapters by name. Raises Refused for an unknown name."""
+        wanted = dict.fromkeys(names)
+        refuse_unknown(wanted, self.names)
+        return [self._adapters[name] for name in wanted]
+
+    def select(self, stretches: Sequence[AdapterStretch]) -> None:
+        """Choose the adapters of the next forward and backward pass, and bring them to
+        the device. Raises Refused, and then chooses nothing.
+        """
+        self._bring(self.need(one.adapter for one in stretches))
+        self._selected = stretches
+        for name, layer in self.layers.items():
+            layer.used = list[Used]()
+            for start, end, adapter in () if self._is_off else stretches:
+                rows = slice(start, end) if len(stretches) > 1 else None
+                layer.used.append((rows, self._adapters[adapter].pairs.get(name)))
+
+    def trained(self, name: str = POLICY_ADAPTER) -> Trained:
+        """Return an adapter's weights and optimizer, on the device until another adapter
+        is used. Raises Refused.
+        """
+        return self._here(name).trained
+
+    def version(self, name: str) -> int:
+        """Return the number of an adapter's optimizer steps. Raises Refused."""
+        (adapter,) = self.need([name])
+        return adapter.trained.num_steps
+
+    def step(self, name: str) -> float:
+        """Take an optimizer step of one adapter, drop its gradient, and return the norm
+        of the gradient. Without a gradient, and with a norm that is not finite, weights
+        and version stay. Raises Refused.
+        """
+        trained = self.trained(name)
+        try:
+            norm = trained.prepare_step(trained.num_steps, self._ranks)
+            if math.isfinite(norm):
+                self.before_change()
+                trained.step()
+        finally:
+            trained.drop_gradient()
+        return norm
+
+    def save(self, name: str, path: Path) -> None:
+        """Write weights and AdamW state to the safetensors file `path`, without the
+        gradient. Raises Refused, OSError, SafetensorError.
+        """
+        self._refuse_sharded(f"the adapter {name!r} cannot be saved by itself")
+        save_file(self.trained(name).state(), path)
+
+    def load(self, name: str, path: Path) -> None:
+        """Restore a saved state, also of another name, and drop the gradient. Raises
+        Refused for other layers or ranks, OSError, SafetensorError; then nothing has
+        changed.
+        """
+        self._refuse_sharded(f"the adapter {name!r} cannot be loaded by itself")
+        trained = self.trained(name)
+        saved = load_file(path)
+        sizes = {key: tuple(tensor.shape) for key, tensor in saved.items()}
+        here = {key: tuple(one.shape) for key, one in trained.state().items()}
+        refuse_foreign(path, sizes, here, ["weights."])
+        self.before_change()
+        trained.drop_gradient()
+        trained.make_state(sizes)
+        for key, tensor in trained.state().items():
+            tensor.copy_(saved[key])
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Compute with the initial model."""
+        selected = self._selected
+        self._is_off = True
         try:
-            self._set_scale(0.0)
+            self.select(selected)
             yield
         finally:
-            self._set_scale(self.scale)
+            self._is_off = False
+            self.select(selected)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return A and B of each layer, sharded like the model."""
+    def tensors(self, name: str = POLICY_ADAPTER) -> dict[str, Tensor]:
+        """Return A and B of each layer, sharded like the model. Raises Refused."""
         return {
-            f"{name}{end}": local_if_whole(weight.detach())
-            for name, layer in self.layers.items()
-            for end, weight in zip(SUFFIXES, layer.low_rank[:2], strict=True)
+            key: local_if_whole(weight.detach())
+            for key, weight in self._here(name).weights.items()
         }
 
     def merging(
         self, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """Return all weights, and merge functions of adapted weights. `weights`: of the
-        model with its adapters.
+        """Return all weights, and merge functions of the weights that POLICY_ADAPTER
+        changes. `weights`: of the model with its adapters.
         """
         plain = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in weights.items()
-            if ".lora_" not in name
+            name: tensor for name, tensor in weights.items() if ".lora_" not in name
         }
         merges = dict[str, Callable[[], Tensor]]()
-        for name, layer in self.layers.items():
+        (adapter,) = self.need([POLICY_ADAPTER])
+        for name, pair in adapter.pairs.items():
             # A tied head is listed as the embedding, which has no adapter.
-            base = local_if_whole(layer.weight.detach())
+            base = local_if_whole(self.layers[name].weight.detach())
             plain[f"{name}.weight"] = base
-            merges[f"{name}.weight"] = partial(self._merge, layer, base)
+            merges[f"{name}.weight"] = partial(self._merge, pair, base)
         return plain, merges
 
-    def _merge(self, layer: AddedLinear, base: Tensor) -> Tensor:
+    def _merge(self, pair: Pair, base: Tensor) -> Tensor:
         # Rounded as the exported adapters are, so that an export that merges them later
         # has the same bits.
-        down, up = (
-            local_if_whole(one.detach()).to(self._dtype) for one in layer.low_rank[:2]
+        lora_A, lora_B = (
+            local_if_whole(one.detach()).to(self._dtype) for one in pair.parameters()
         )
-        return merge(base, down, up, self.scale)
+        return merge(base, lora_A, lora_B, pair.scale)
 
-    def _set_scale(self, scale: float) -> None:
-        for layer in self.layers.values():
-            layer.scaling[ADAPTER] = scale
+    def _refuse_sharded(self, error: str) -> None:
+        if self._ranks.mesh is not None:
+            raise Refused(
+                422,
+                f"{error}: the weights are shards",
+                rule="a sharded trainer has one adapter, which it saves with its state",
+                way_out="set trainer.world_size=1 and trainer.offload.by_layer=false.",
+            )
+
+    def _here(self, name: str) -> Adapter:
+        (adapter,) = self.need([name])
+        self._bring([adapter])
+        return adapter
+
+    def _bring(self, used: Sequence[Adapter]) -> None:
+        """Bring adapters to the device, and move the longest idle ones beyond the limit
+        to host memory. The adapters of one micro-batch may exceed the limit, and
+        POLICY_ADAPTER stays, since the run holds its tensors. Raises Refused.
+        """
+        for adapter in used:
+            adapter.last_use = next(self._clock)
+        idle = [
+            adapter
+            for name, adapter in self._adapters.items()
+            if name and adapter not in used and not adapter.aside.is_away
+        ]
+        idle.sort(key=lambda adapter: adapter.last_use)
+        num_leaving = max(len(idle) + len(used) - self.max_adapters_resident, 0)
+        for adapter in idle[:num_leaving]:
+            self.before_change()
+            adapter.aside.send_away(adapter.trained.tensors())
+        for adapter in used:
+            if adapter.aside.is_away:
+                adapter.aside.bring_back()

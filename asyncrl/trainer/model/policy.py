@@ -27,14 +27,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
-from asyncrl.models.low_rank import LowRank
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
 from asyncrl.trainer.attention.packed_attention import ATTENTION, number_of
 from asyncrl.trainer.attention.tree import Layout, places_of
-from asyncrl.trainer.loss.packing import AllowedRows, MicroBatch, PackRules, costs_of
+from asyncrl.trainer.loss.packing import (
+    AdapterStretch,
+    AllowedRows,
+    MicroBatch,
+    PackRules,
+    costs_of,
+)
 from asyncrl.trainer.loss.supports import Entries, EntriesPart, SupportRows
+from asyncrl.trainer.model.added_linear import AddedLinear
 from asyncrl.trainer.model.compiled import compile_layers, compiled, layers_of
 
 log = logging.getLogger("asyncrl.trainer")
@@ -74,13 +80,13 @@ class HeadWeights(NamedTuple):
     up_VR: Tensor | None = None
 
     @classmethod
-    def of(cls, head: Any, hidden_MD: Tensor) -> HeadWeights:
-        """`head`: the module, which may be peft's around the head."""
-        low_rank: LowRank | None = getattr(head, "low_rank", None)
-        if low_rank is None or not low_rank.scale:
-            return cls(hidden_MD, head.weight, head.bias)
-        narrow_MR = low_rank.narrow(hidden_MD)
-        return cls(hidden_MD, head.weight, head.bias, narrow_MR, low_rank.up)
+    def of(cls, head: Any, hidden_MD: Tensor, place_M: Tensor) -> HeadWeights:
+        """`head`: the module. `place_M`: the packed token of each row."""
+        plain = cls(hidden_MD, head.weight, head.bias)
+        if not isinstance(head, AddedLinear):
+            return plain
+        narrow_MR, up_VR = head.as_head(hidden_MD, place_M)
+        return plain._replace(narrow_MR=narrow_MR, up_VR=up_VR)
 
     def rows(self, part: slice) -> HeadWeights:
         """Return the head for a part of the M rows."""
@@ -472,6 +478,8 @@ class Policy(nn.Module):
         self.plan = plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
+        self.select: Callable[[Sequence[AdapterStretch]], None] = lambda _: None
+        """Choose the adapters of the next pass and its backward pass."""
         self.balance: BalanceLoss | None = None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
@@ -492,6 +500,7 @@ class Policy(nn.Module):
         """Change a loaded model before it is wrapped, sharded and filled."""
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
+        self.select(micro.stretches)
         self.replay(micro.routing_N)
         if self.balance is not None:
             self.balance.is_recording = torch.is_grad_enabled()
@@ -546,7 +555,9 @@ class Policy(nn.Module):
         if self.plan.has_plain_head:
             hidden_TD = self.states(micro)
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
-            head = HeadWeights.of(self.model.get_output_embeddings(), chosen_UD)
+            head = HeadWeights.of(
+                self.model.get_output_embeddings(), chosen_UD, micro.predict_U
+            )
             if num_plain:
                 use = HeadUse(
                     temperature,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,28 +150,36 @@ class MasterWeights:
     Invariant: outside of a step the model's weights are the rounded masters.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], hidden: Sequence[str] = ()
+    ) -> None:
+        """`named`: float32 weights, which are their own masters. `hidden`: the names
+        that Muon trains.
+        """
+        self.named: dict[str, Tensor] = dict(named)
+        self.hidden = hidden
+        self._working: dict[str, nn.Parameter] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype) -> MasterWeights:
+        """Return the masters of a float32 model, which is cast to `dtype`."""
         named = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self.hidden = hidden_matrices(model)
+        masters = cls(named, hidden_matrices(model))
         if dtype == torch.float32:
-            self.named: dict[str, Tensor] = dict(named)
-            self._working: dict[str, nn.Parameter] = {}
-            return
-        self.named = {
-            name: parameter.detach().clone() for name, parameter in named.items()
-        }
-        cast_model(model, dtype)
-        self._working = named
+            return masters
         for name, parameter in named.items():
+            master = parameter.detach().clone()
+            masters.named[name] = master
             # Gradients of micro-batches are summed in the float32 master. Summed in
             # bfloat16, later ones would be rounded away.
-            parameter.register_post_accumulate_grad_hook(
-                partial(_collect, self.named[name])
-            )  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_collect, master))  # type: ignore[no-untyped-call]
+        cast_model(model, dtype)
+        masters._working = named
+        return masters
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -216,6 +224,48 @@ class Trained:
         self._sums = dict[str, Tensor]()
         self._bound = 0.0
         """Above each number of the sums; infinite or NaN after such a gradient."""
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of AdamW's steps."""
+        for state in self.optimizer.state.values():
+            return int(state["step"])
+        return 0
+
+    def state(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return weights and the optimizer's state, by their names in a checkpoint."""
+        state = dict[str, Tensor]()
+        for name, master in self.masters.named.items():
+            state[f"{prefix}weights.{name}"] = master.detach()
+            # Before the first step AdamW has no state.
+            for kind, tensor in self.optimizer.state.get(master, {}).items():
+                state[f"{prefix}optimizer.{kind}.{name}"] = tensor
+        return state
+
+    def make_state(
+        self, sizes: Mapping[str, tuple[int, ...]], prefix: str = ""
+    ) -> None:
+        """Make the optimizer's state of a checkpoint with these sizes, without content.
+        A new optimizer has none, and a checkpoint is read into tensors that exist.
+        """
+        self.optimizer.state.clear()
+        start = f"{prefix}optimizer."
+        for key, size in sizes.items():
+            if not key.startswith(start):
+                continue
+            kind, name = key.removeprefix(start).split(".", 1)
+            master = self.masters.named[name]
+            # AdamW's count of steps has no dimensions, so it is not sharded like its
+            # weight.
+            scalar = torch.zeros((), device=master.device)
+            made = torch.zeros_like(master) if size else scalar
+            self.optimizer.state[master][kind] = made
+
+    def tensors(self) -> list[Tensor]:
+        """Return weights, the optimizer's state and the gradient."""
+        gradients = [master.grad for master in self.masters.named.values()]
+        own = [*self.state().values(), *gradients, *self._sums.values()]
+        return [tensor for tensor in own if tensor is not None]
 
     @torch.no_grad()
     def add_part(self, size: int) -> None:

@@ -55,6 +55,7 @@ from asyncrl.trainer.loss.supports import find_supports
 from asyncrl.trainer.model.build_model import TrainedModel, reshard, set_up_torch
 from asyncrl.trainer.model.critic import Critic
 from asyncrl.trainer.model.exports import Exports
+from asyncrl.trainer.model.lora import POLICY_ADAPTER, refuse_unknown
 from asyncrl.trainer.model.policy import BalanceLoss, Policy
 from asyncrl.trainer.ranks.offload import Offload
 from asyncrl.trainer.ranks.optimizer import Trained
@@ -94,7 +95,8 @@ class TrainerRank(TrainedModel):
         super().__init__(spec, ranks, needs_reference=needs_reference)
         balance = BalanceLoss(self.policy.model, spec.trainer.router_aux_loss)
         self.policy.balance = balance if balance.weight > 0 else None
-        self.trained = Trained(self.masters, spec.trainer)
+        if self.adapters is not None:
+            self.adapters.before_change = self.before_change
         self.meter = self._make_meter()
         models = {POLICY: self.trained}
         self.critic = None
@@ -209,12 +211,31 @@ class TrainerRank(TrainedModel):
             self.critic.trained.join_parts(step.value_loss.size)
         return batch, step
 
+    def add_gradients(self, header: api.BatchHeader, arrays: Tokens) -> list[StepSums]:
+        """Add the gradients of the adapters that a batch names, each as of a batch
+        without the others. AdapterTable.step() applies them. Raises Refused, and then
+        these adapters have no gradient.
+
+        Consecutive trajectories with one adapter have a loss together.
+        """
+        assert self.adapters is not None
+        names = {one.adapter for one in header.trajectories}
+        self._check(header, arrays)
+        try:
+            parts = packing.cut_where(header, arrays, lambda one: one.adapter)
+            batches = [self.begin(*part) for part in parts]
+            return [self._policys_gradient(own, own.has_loss) for own in batches]
+        except BaseException:
+            for adapter in self.adapters.need(names):
+                adapter.trained.drop_gradient()
+            raise
+
     def evaluate(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
         """Return the mean negative log-likelihood of the loss tokens in nats, and their
         number. Changes nothing. Raises Refused.
         """
         self._offload.need("evaluate", "weights")
-        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        self._check(header, arrays)
         has_loss = objective.loss_tokens(header, arrays)
         logprobs_N, _ = self._forward(
             self.policy, BatchNumbers(header, arrays, has_loss)
@@ -256,12 +277,19 @@ class TrainerRank(TrainedModel):
         else:
             self.meter.start()
             self._profiler.enter(self.policy_version + 1)
-        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        self._check(header, arrays)
         has_loss = objective.loss_tokens(header, arrays)
         # Takes the loss of forbidden tokens out of has_loss, in place.
         allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         sets = LogitSets(allowed, find_supports(arrays, has_loss))
         return BatchNumbers(header, arrays, has_loss, sets=sets)
+
+    def _check(self, header: api.BatchHeader, arrays: Tokens) -> None:
+        """Raise Refused for invalid tokens, and for adapters that are not open."""
+        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        names = {one.adapter for one in header.trajectories}
+        known = [POLICY_ADAPTER] if self.adapters is None else self.adapters.names
+        refuse_unknown(names, known)
 
     @cached_property
     def _grammars(self) -> TokenGrammars:

@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -173,21 +173,16 @@ class TrainerState:
         self.wait_written()
         saved = read_state(path)
         index = _read_index(path)
-        self._refuse_foreign(path, index)
+        stored = _stored_sizes(index, "")
+        starts = [f"{prefix}weights." for prefix in (POLICY, CRITIC)]
+        here = {key: tuple(one.shape) for key, one in self._live().items()}
+        # Also refuses a critic's state in a run without a critic, and the reverse: a
+        # fresh critic would train the policy on other advantages, without a word.
+        refuse_foreign(path, stored, here, starts)
         # One model after the other: a device may be too small for the parts of both.
         for prefix, model in self._models.items():
             bring(prefix)
-            # A new optimizer has no state, and DCP loads only into tensors that exist.
-            # The index says which to make.
-            state = model.optimizer.state
-            state.clear()
-            for key, size in _stored_sizes(index, f"{prefix}optimizer.").items():
-                kind, name = key.split(".", 1)
-                master = model.masters.named[name]
-                # AdamW's count of steps has no dimensions, so it is not sharded like
-                # its weight.
-                scalar = torch.zeros((), device=master.device)
-                state[master][kind] = torch.zeros_like(master) if size else scalar
+            model.make_state(stored, prefix)
             # Other numbers of ranks and kinds of devices have other generators.
             known = index.state_dict_metadata
             own = (f"{prefix}weights.", f"{prefix}optimizer.")
@@ -211,29 +206,6 @@ class TrainerState:
             torch.cuda.set_rng_state(cuda, self._device)
         return saved.progress
 
-    def _refuse_foreign(self, path: Path, index: Metadata) -> None:
-        """Raise Refused for a state of other weights, before any of them changes.
-
-        Also for one with a critic in a run without, and the reverse: a fresh critic would
-        train the policy on other advantages, without a word.
-        """
-        starts = tuple(f"{prefix}weights." for prefix in (POLICY, CRITIC))
-        live = self._live()
-        stored = _stored_sizes(index, "")
-        here = {key: tuple(live[key].shape) for key in live if key.startswith(starts)}
-        saved = {key: stored[key] for key in stored if key.startswith(starts)}
-        others = sorted(dict(saved.items() ^ here.items()))
-        if others:
-            first = others[0]
-            raise Refused(
-                422,
-                f"{path} is the state of another model: {len(others)} weights differ, such as {first} "
-                f"(saved: {saved.get(first)}, here: {here.get(first)})",
-                rule="a state has the names and sizes of all trained weights",
-                way_out="resume with the model, the trainer.lora and the critic of the state, or start a new "
-                "run with model.path set to an export of this one.",
-            )
-
     def _live(self) -> dict[str, Tensor]:
         """Return everything that a checkpoint holds, under its names there: of weights,
         not of the optimizer's numbers. Other numbers of ranks have other shards, and the
@@ -241,11 +213,7 @@ class TrainerState:
         """
         live = dict[str, Tensor]()
         for prefix, model in self._models.items():
-            for name, master in model.masters.named.items():
-                live[f"{prefix}weights.{name}"] = master.detach()
-                # Before the first step AdamW has no state.
-                for kind, tensor in model.optimizer.state.get(master, {}).items():
-                    live[f"{prefix}optimizer.{kind}.{name}"] = tensor
+            live |= model.state(prefix)
         # DCP would write the tensor of one rank for a name that all ranks have.
         live[f"rng.cpu.{self._ranks.rank}"] = torch.get_rng_state()
         if self._device.type == "cuda":
@@ -370,6 +338,30 @@ def _stored_sizes(index: Metadata, start: str) -> dict[str, tuple[int, ...]]:
     }
 
 
+def refuse_foreign(
+    path: Path,
+    saved: Mapping[str, tuple[int, ...]],
+    here: Mapping[str, tuple[int, ...]],
+    starts: Sequence[str],
+) -> None:
+    """Raise Refused for a state of other weights, before any of them changes. `starts`:
+    of the names that are compared.
+    """
+    others = sorted(
+        key for key, _ in saved.items() ^ here.items() if key.startswith((*starts,))
+    )
+    if others:
+        first = others[0]
+        raise Refused(
+            422,
+            f"{path} is the state of another model: {len({*others})} weights differ, such as {first} "
+            f"(saved: {saved.get(first)}, here: {here.get(first)})",
+            rule="a state has the names and sizes of all trained weights",
+            way_out="resume with the model, the trainer.lora and the critic of the state, or start a new "
+            "run with model.path set to an export of this one.",
+        )
+
+
 def _refuse_incomplete(path: Path) -> None:
     wanted = {
         Path(place.relative_path).name
@@ -412,10 +404,7 @@ def save_folder(
     transformers 4 or vLLM, reads it alike. `template`: a Jinja file in place of the
     folder's.
     """
-    found = {
-        name.replace(".base_layer.", "."): first
-        for name, first in ties_of(model).items()
-    }
+    found = ties_of(model)
     # An adapter on a tied head makes two weights of one.
     is_untied = bool(found.keys() & weights.keys())
     ties = {
@@ -617,14 +606,9 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    from asyncrl.trainer.model.lora import ADAPTER
-
     adapters = {
         name: torch.empty(size, dtype=dtype)
         for name, size in _stored_sizes(_read_index(path), "weights.").items()
     }
     _read_weights(path, adapters)
-    return {
-        name.replace(f".{ADAPTER}.weight", ".weight"): tensor
-        for name, tensor in adapters.items()
-    }
+    return adapters
