@@ -50,10 +50,13 @@ HARMLESS = re.compile(
 )
 OF_A_STOP = re.compile(
     r"^.* asyncrl\.worker: \S+ attempt \d+ failed\n"
-    r"(?:(?!\d{4}-).*\n)*?.*\bsession_ended\b.*\n",
+    r"(?:(?!\d{4}-).*\n)*?.*\bsession_ended\b.*\n"
+    r"|^.*\[shutdown\] MPClient: complete\n(?:(?!\(MainProcess pid=\d+\) INFO).*\n)*",
     re.MULTILINE,
 )
-"""A call of an agent after the stop that ended its session, with its traceback."""
+"""A call of an agent after the stop that ended its session, and what vLLM says of calls
+after its own end, with their tracebacks.
+"""
 QUERY = """SELECT batch_groups.version, group_id, sample_index, branch, blob
 FROM batch_groups JOIN trajectories USING (group_id)"""
 HARMLESS_WITH_OLD_CACHE = re.compile(r"engines and trainer disagree")
