@@ -140,3 +140,10 @@ def test_targets_without_adapters_are_refused(tiny_model_dir: Path) -> None:
         targets_of(
             model, LoraConfig(targets=["q_proj", "q_projection", "embed_tokens"])
         )
+
+
+def test_a_model_of_convolutions_may_adapt_its_head() -> None:
+    model = random_model(make_config("gpt2"))
+    assert targets_of(model, LoraConfig(targets=["lm_head"])) == ["lm_head"]
+    with pytest.raises(ConfigError, match="no linear layers that adapters fit"):
+        targets_of(model, LoraConfig())

@@ -79,10 +79,11 @@ def compare(
     world_size: int = 2,
     trainer: dict[str, Any],
     only_ranks: dict[str, Any] | None = None,
+    rounding: float = 1e-5,
     **values: Any,
 ) -> None:
     """Train one process and several on the same batches: metrics and exported weights
-    agree.
+    agree, these by `rounding`.
     """
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainerRank(
@@ -111,7 +112,7 @@ def compare(
         )
         assert export.digest == digest_tensors(load_file(export.path))
         assert export.version == begun == 3
-        assert_close(export.path, expected_export.path, 1e-5)
+        assert_close(export.path, expected_export.path, rounding)
         assert export.canary is not None
         assert export.canary.logprobs == pytest.approx(
             expected_export.canary.logprobs, abs=1e-4
@@ -238,6 +239,9 @@ LIKE_ONE: dict[str, dict[str, Any]] = {
     "muon": {
         "world_size": 3,
         "trainer": {"optimizer": "muon", "learning_rate": 1e-3},
+        # Newton-Schulz enlarges what rounding leaves of small singular values. 1.7e-5
+        # was measured on a CPU without AVX-512.
+        "rounding": 5e-5,
     },
     # of rank 1, so that one of the processes has no share of an A
     "adapters": {

@@ -91,13 +91,13 @@ def find_targets(
             and _kind(name) in called
         ):
             linear.append(name)
-    if not linear:
+    known = [*linear]
+    if head_name and targets != "all-linear":
+        known.append(head_name)
+    if not known:
         what = f"trainer.lora: {type(model).__name__} has no linear layers that adapters fit"
         raise ConfigError(what, way_out="remove trainer.lora, to train all weights.")
-    if targets == "all-linear":
-        return linear
-    known = [*linear, *filter(None, [head_name])]
-    return with_ends(known, targets)
+    return known if targets == "all-linear" else with_ends(known, targets)
 
 
 def with_ends(known: Collection[str], ends: Sequence[str]) -> list[str]:

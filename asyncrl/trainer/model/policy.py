@@ -115,7 +115,6 @@ class _HeadGradients:
         wide: torch.dtype,
         make: Callable[[Tensor], Tensor] = torch.empty_like,
     ) -> None:
-        self._head = head
         self._products = [(head.hidden_MD, head.weight_VD, 0, 1)]
         if head.narrow_MR is not None and head.up_VR is not None:
             self._products.append((head.narrow_MR, head.up_VR, 3, 4))

@@ -528,9 +528,7 @@ def save_model(
             # A tied head is not in `plain`. Its embedding has no adapter.
             base_weight = model.get_parameter(f"{module}.weight").detach()
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
-            plain[f"{module}.weight"] = merge(
-                base_weight, lora_A, lora_B, lora.alpha / lora.rank
-            )
+            plain[f"{module}.weight"] = merge(base_weight, lora_A, lora_B, lora.scale)
     tell("writing the model")
     weights = dict(whole_tensors(plain, of_dtype))
     save_folder(
@@ -563,7 +561,7 @@ def save_peft(
         unfinished.mkdir()
         write_peft(
             adapters,
-            lora.alpha / lora.rank,
+            lora.scale,
             unfinished,
             base_model_name_or_path=name,
             revision=revision,
