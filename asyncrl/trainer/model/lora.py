@@ -55,7 +55,7 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
 
 
 @dataclass(eq=False)
-class Adapter:
+class TrainedAdapter:
     """An adapter of the table. `pairs`: by the name of their layer."""
 
     pairs: Mapping[str, Pair]
@@ -120,7 +120,7 @@ class AdapterTable:
         self._dtype = dtype
         self._folder = folder
         self._ranks = ranks
-        self._adapters = dict[str, Adapter]()
+        self._adapters = dict[str, TrainedAdapter]()
         self._selected: Sequence[AdapterStretch] = ()
         self._is_off = False
         self._clock = count(1)
@@ -167,7 +167,7 @@ class AdapterTable:
             if name == POLICY_ADAPTER:  # FSDP2 shards parts of the model
                 layer.pair = pairs[key]
         aside = Aside(device, self._folder)
-        adapter = Adapter(pairs, self._settings, aside)
+        adapter = TrainedAdapter(pairs, self._settings, aside)
         self._bring([adapter])
         self._adapters[name] = adapter
 
@@ -182,7 +182,7 @@ class AdapterTable:
                 layer.pair = None
         del self._adapters[name]
 
-    def need(self, names: Iterable[str]) -> list[Adapter]:
+    def need(self, names: Iterable[str]) -> list[TrainedAdapter]:
         """Return adapters by name. Raises Refused for an unknown name."""
         wanted = dict.fromkeys(names)
         refuse_unknown(wanted, self.names)
@@ -304,12 +304,12 @@ class AdapterTable:
                 way_out="set trainer.world_size=1 and trainer.offload.by_layer=false.",
             )
 
-    def _here(self, name: str) -> Adapter:
+    def _here(self, name: str) -> TrainedAdapter:
         (adapter,) = self.need([name])
         self._bring([adapter])
         return adapter
 
-    def _bring(self, used: Sequence[Adapter]) -> None:
+    def _bring(self, used: Sequence[TrainedAdapter]) -> None:
         """Bring adapters to the device, and move the longest idle ones beyond the limit
         to host memory. The adapters of one micro-batch may exceed the limit, and
         POLICY_ADAPTER stays, since the run holds its tensors. Raises Refused.
