@@ -33,7 +33,7 @@ from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     LoadChunkRequest,
-    OpenRequest,
+    OpenAdapterRequest,
     PrepareRequest,
     WakeRequest,
 )
@@ -133,7 +133,7 @@ def test_adapters_of_other_families_are_added_by_row(name: str, tmp_path: Path) 
         make_spec(tmp_path / "model", adapters=every, max_adapters=2, slots=12)
     )
     for seed, one in enumerate("ab"):
-        opened = engine.open_adapter(OpenRequest(adapter=one, **every))
+        opened = engine.open_adapter(OpenAdapterRequest(adapter=one, **every))
         iterate_until(engine, opened)
         generator = torch.Generator().manual_seed(seed)
         tensors = {
@@ -272,7 +272,7 @@ def test_more_adapters_than_the_limit_are_refused(folder: Path, tmp_path: Path) 
     assert drop_adapter(engine, "a") == ["", "b"]
     assert open_adapter(engine, "c", 16) == ["", "b", "c"]
     drop_adapter(engine, "c")
-    request = OpenRequest(adapter="d", rank=2, scale=1.0, targets=["nonesuch"])
+    request = OpenAdapterRequest(adapter="d", rank=2, scale=1.0, targets=["nonesuch"])
     opened = engine.open_adapter(request)
     iterate_until(engine, opened)
     with pytest.raises(Refused, match="no layer nonesuch"):
@@ -377,7 +377,7 @@ async def push_to(engine: EngineServer, staged: PrepareRequest) -> CommitRespons
 async def versions_of_adapters(folder: Path, scratch: Path, caller: Caller) -> None:
     engine = EngineServer(caller)
     for name in ("a", "b"):
-        await engine.open_adapter(OpenRequest(adapter=name, **spec(8)))
+        await engine.open_adapter(OpenAdapterRequest(adapter=name, **spec(8)))
         with pytest.raises(AdapterMissing, match=f"'{name}'.*'a'"):
             await engine.generate_segment(request_to(name))
         staged = stage_file(tensors_of(folder, 1, 8), 7, scratch)
@@ -399,7 +399,7 @@ async def versions_of_adapters(folder: Path, scratch: Path, caller: Caller) -> N
     assert (await running).finish_reason == "abort"
     with pytest.raises(AdapterMissing, match="'a' has no weights here"):
         await engine.generate_segment(request_to("a"))
-    await engine.open_adapter(OpenRequest(adapter="a", **spec(8)))
+    await engine.open_adapter(OpenAdapterRequest(adapter="a", **spec(8)))
     staged = stage_file(tensors_of(folder, 1, 8), 1, scratch)
     await push_to(engine, staged.model_copy(update={"adapter": "a"}))
     part = await engine.generate_segment(request_to("a"))

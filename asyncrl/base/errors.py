@@ -42,7 +42,7 @@ def install_extra(name: str) -> str:
 
 # Packages of the extra `train`. If such an import fails, the error names the extra.
 OF_TRAIN = frozenset(
-    "datasets huggingface_hub llguidance math_verify matplotlib pebble peft pyarrow tensorboard".split()
+    "datasets huggingface_hub llguidance math_verify matplotlib pebble pyarrow tensorboard".split()
     + ["accelerate", "regex", "tokenizers", "torch", "transformers"]
 )
 

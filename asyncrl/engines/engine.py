@@ -391,7 +391,7 @@ class EngineServer(EngineClient):
         self._scope.versions[adapter] = version
         return answer
 
-    async def open_adapter(self, request: api.OpenRequest) -> api.OpenAdapters:
+    async def open_adapter(self, request: api.OpenAdapterRequest) -> api.OpenAdapters:
         """Make room for an adapter, which a push then brings."""
         answer = await self.post("/open_adapter", request, api.OpenAdapters)
         # An adapter that was dropped and opened again has no version.
@@ -400,7 +400,7 @@ class EngineServer(EngineClient):
 
     async def drop_adapter(self, adapter: str) -> api.OpenAdapters:
         """Forget an adapter; its requests end as aborted."""
-        request = api.DropRequest(adapter=adapter)
+        request = api.DropAdapterRequest(adapter=adapter)
         return await self.post("/drop_adapter", request, api.OpenAdapters)
 
     async def sleep(self) -> api.TransferStats:

@@ -102,13 +102,13 @@ class AdapterSpec(Message):
     targets: list[str] | Literal["all-linear"] = "all-linear"
 
 
-class OpenRequest(AdapterSpec):
+class OpenAdapterRequest(AdapterSpec):
     """Make room for another adapter. Its first push brings the content."""
 
     adapter: str = Field(min_length=1)
 
 
-class DropRequest(Message):
+class DropAdapterRequest(Message):
     """Forget an adapter. Its requests end with their tokens, as aborted."""
 
     adapter: str = Field(min_length=1)

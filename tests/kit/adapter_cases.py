@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
-    DropRequest,
-    OpenRequest,
+    DropAdapterRequest,
+    OpenAdapterRequest,
 )
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.weights.export import write_peft
@@ -61,14 +61,14 @@ def assert_of_peft(
 
 def open_adapter(engine: Engine, name: str, rank: int = 4) -> list[str]:
     """Open an adapter in an engine that is iterated here; return all names."""
-    request = OpenRequest(adapter=name, **spec(rank))
+    request = OpenAdapterRequest(adapter=name, **spec(rank))
     opened = engine.open_adapter(request)
     iterate_until(engine, opened)
     return opened.result().names
 
 
 def drop_adapter(engine: Engine, name: str) -> list[str]:
-    dropped = engine.drop_adapter(DropRequest(adapter=name))
+    dropped = engine.drop_adapter(DropAdapterRequest(adapter=name))
     iterate_until(engine, dropped)
     return dropped.result().names
 

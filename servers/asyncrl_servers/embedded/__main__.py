@@ -36,10 +36,10 @@ def main(
     engine = build_engine(spec, on_crash, make_reader)
     engine.start()
 
-    async def open_adapter(body: api.OpenRequest) -> api.OpenAdapters:
+    async def open_adapter(body: api.OpenAdapterRequest) -> api.OpenAdapters:
         return await asyncio.wrap_future(engine.open_adapter(body))
 
-    async def drop_adapter(body: api.DropRequest) -> api.OpenAdapters:
+    async def drop_adapter(body: api.DropAdapterRequest) -> api.OpenAdapters:
         return await asyncio.wrap_future(engine.drop_adapter(body))
 
     serve_engine(engine, fd, open_adapter, drop_adapter, *routes_of(engine))

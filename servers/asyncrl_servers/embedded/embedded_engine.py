@@ -143,11 +143,11 @@ class Engine:
         """Swap weights between decode steps. Raises Refused (409)."""
         return self.ask(partial(self._commit, request))
 
-    def open_adapter(self, request: api.OpenRequest) -> Future[api.OpenAdapters]:
+    def open_adapter(self, request: api.OpenAdapterRequest) -> Future[api.OpenAdapters]:
         """Add an adapter without content. Raises Refused (400, 409)."""
         return self.ask(partial(self._open, request))
 
-    def drop_adapter(self, request: api.DropRequest) -> Future[api.OpenAdapters]:
+    def drop_adapter(self, request: api.DropAdapterRequest) -> Future[api.OpenAdapters]:
         """End an adapter's requests and forget it. Raises Refused (404)."""
         return self.ask(partial(self._drop, request))
 
@@ -327,7 +327,9 @@ class Engine:
                 run.listener.on_refused(run.number, refusal)
 
     @torch.inference_mode(False)  # other threads load chunks into these tensors
-    def _open(self, request: api.OpenRequest, answer: Future[api.OpenAdapters]) -> None:
+    def _open(
+        self, request: api.OpenAdapterRequest, answer: Future[api.OpenAdapters]
+    ) -> None:
         name, most, opened = request.adapter, self.spec.max_adapters, [*self._weights]
         if name in opened or len(opened) > most:
             raise Refused(
@@ -344,7 +346,9 @@ class Engine:
         self._weights = {**self._weights, name: weights}
         answer.set_result(api.OpenAdapters(names=[*self._weights]))
 
-    def _drop(self, request: api.DropRequest, answer: Future[api.OpenAdapters]) -> None:
+    def _drop(
+        self, request: api.DropAdapterRequest, answer: Future[api.OpenAdapters]
+    ) -> None:
         dropped = self.weights_of(request.adapter)
         kept = {name: one for name, one in self._weights.items() if one is not dropped}
         self._weights = kept

@@ -13,7 +13,7 @@ from asyncrl.messages.engine_api import (
     GroupMember,
     LoadChunkRequest,
     Loaded,
-    OpenRequest,
+    OpenAdapterRequest,
     PrepareRequest,
 )
 from asyncrl.weights.aside import Aside
@@ -47,7 +47,7 @@ class Weights(WeightState):
         self,
         loaded: LoadedModel,
         spec: EmbeddedSpec,
-        opened: OpenRequest | None = None,
+        opened: OpenAdapterRequest | None = None,
         asleep: Iterable[EnginePart] = (),
     ) -> None:
         """`opened`: None for the run's own. Others have no content before their first
