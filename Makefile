@@ -95,7 +95,7 @@ test-wheel: setup
 	$(BIN)/python -m pytest -q --durations=10 tests/test_packaging.py
 
 bench: setup
-	for name in engine publish buffer async_vs_sync interrupt trainer in_flight run_efficiency streaming_step checkpoint gateway colocation startup reward_model; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in engine adapters publish buffer async_vs_sync interrupt trainer in_flight run_efficiency streaming_step checkpoint gateway colocation startup reward_model; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 # Parts of less than 9 minutes each; tests of devices that this machine lacks are skipped.
 gpu: setup

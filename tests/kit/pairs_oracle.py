@@ -50,7 +50,7 @@ HARMLESS = re.compile(
 )
 OF_A_STOP = re.compile(
     r"^.* asyncrl\.worker: \S+ attempt \d+ failed\n"
-    r"(?:(?!\d{4}-).*\n)*?.*\bsession_ended\b.*\n"
+    r"(?:(?!\d{4}-).*\n)*?openai\.\w+: .*(?:session_ended|session has ended|Connection error).*\n"
     r"|^.*\[shutdown\] MPClient: complete\n(?:(?!\(MainProcess pid=\d+\) INFO).*\n)*",
     re.MULTILINE,
 )
@@ -202,7 +202,7 @@ def saved_models(run: Run) -> Iterator[tuple[int, Any]]:
     for version in range(1, run.config["trainer"]["num_steps"]):
         saved = run.folder / f"checkpoints/step_{version}/trainer"
         trained = {
-            f"weights.{name.removeprefix('base_model.model.')}": weight.data
+            f"weights.{name.removeprefix('base_model.model.').replace('.default', '')}": weight.data
             for name, weight in model.named_parameters()
             if weight.requires_grad
         }
