@@ -339,10 +339,10 @@ class Outcome:
     """Outcome of a rollout, from its harness.
 
     `reward` None: the task's reward function scores the last completion. A mapping
-    gives parts, which are summed by their weights. `turn_rewards`
-    maps all completion ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards,
-    or their parts: each completion is a separate sample of the advantage. `roles` maps agents to names
-    that are the same in all rollouts of a group: samples are then compared by role
+    gives parts, which are summed by their weights. `turn_rewards` maps all completion
+    ids (chatcmpl-0, ...) or agents (docs/generators.md) to rewards, or their parts: each
+    completion is a separate sample of the advantage. `roles` maps agents to names that
+    are the same in all rollouts of a group: samples are then compared by role
     (default: an agent's name; without any, all are compared). `turn_states` maps
     completion ids to the state before the turn, for algorithm.turn_discount; of the
     others, equal prompt ids are equal states. `untrained` names agents whose tokens get

@@ -463,8 +463,13 @@ def _turns(
         )
     turns = dict[ChatNode, Earned]()
     for node in nodes:
-        read = Prefix() if node.parent is None else node.parent.whole
-        _, digest = read.then(node.ids[: node.num_added]).place
-        state = states.get(node.name) or digest.hex()
+        # Hashed only if the harness gave no state.
+        state = states.get(node.name) or _prompt_digest(node)
         turns[node] = (rewards.get(node.name, 0.0), node.order, state)
     return turns
+
+
+def _prompt_digest(node: ChatNode) -> str:
+    read = Prefix() if node.parent is None else node.parent.whole
+    _, digest = read.then(node.ids[: node.num_added]).place
+    return digest.hex()

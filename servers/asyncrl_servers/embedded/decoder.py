@@ -162,7 +162,7 @@ class LoadedModel:
         weights |= {
             f"{name}.weight": one.weight
             for name, one in self.model.named_modules()
-            if one is head
+            if one is head and isinstance(one, nn.Linear)
         }
         return stored_pieces(self.model, weights)
 
