@@ -81,7 +81,7 @@ def test_adapters_give_what_merged_weights_give(world: World) -> None:
             assert await server.prepare(manifest) == manifest.digest
             chunks = asyncio.Queue[SegmentPart]()
             unstreamed, streamed = (
-                server.generate_segment(world.request(max_tokens=700), on_chunk=one)
+                server.generate_segment(world.request(max_tokens=300), on_chunk=one)
                 for one in (None, chunks.put_nowait)
             )
             running = asyncio.gather(unstreamed, streamed)

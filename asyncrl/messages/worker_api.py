@@ -240,6 +240,10 @@ class ChatTokenizer(Protocol):
         """Ids of tokens as the tokenizer writes them, such as `<0xE2>`."""
         ...
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """Return the token ids up to the answer. Raises ValueError."""
+        ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],

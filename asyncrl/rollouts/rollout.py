@@ -53,7 +53,12 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.turn_rewards import with_turn_rewards
-from asyncrl.messages.worker_api import RolloutSession, SessionHost, WorkQueue
+from asyncrl.messages.worker_api import (
+    ChatTokenizer,
+    RolloutSession,
+    SessionHost,
+    WorkQueue,
+)
 from asyncrl.rollouts.late_rewards import LateRewards
 from asyncrl.rollouts.recent_failures import RecentFailures
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -480,6 +485,31 @@ class TurnProgress(AttemptProgress):
         return (trajectory,)
 
 
+def ids_of(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, str]],
+    limit: int,
+    name: str,
+) -> Sequence[int]:
+    """Return the token ids of a chat up to the answer. Raises PromptUnusable if the
+    template refuses it, and for more than `limit` ids.
+    """
+    try:
+        ids = tokenizer.encode_chat(messages)
+    except ValueError as error:  # another attempt would render the same
+        raise PromptUnusable(
+            f"the chat template refuses {name}: {error}",
+            way_out="correct the messages, or leave the prompt out of the task.",
+        ) from error
+    if not 0 < len(ids) <= limit:
+        raise PromptUnusable(
+            f"{name} has {len(ids)} tokens",
+            rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
+            way_out="raise rollout.max_prompt_tokens, or leave such prompts out of the task.",
+        )
+    return ids
+
+
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
     engine: EnginePool
@@ -500,7 +530,11 @@ class SingleTurn:
     def _prompt_ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         ids = self._known_ids.get(prompt.prompt_id)
         if ids is None:
-            ids = np.array(self.tokenizer.encode_chat(prompt.messages), np.int32)
+            name = f"prompt {prompt.prompt_id}"
+            given = ids_of(
+                self.tokenizer, prompt.messages, self.max_prompt_tokens, name
+            )
+            ids = np.array(given, np.int32)
             self._known_ids[prompt.prompt_id] = ids
             if len(self._known_ids) > MAX_KNOWN_PROMPTS:
                 del self._known_ids[next(iter(self._known_ids))]
@@ -511,19 +545,7 @@ class SingleTurn:
         refused.
         """
         prompt, index = attempt.prompt, attempt.sample_index
-        try:
-            prompt_ids = self._prompt_ids(prompt)
-        except ValueError as error:  # another attempt would render the same
-            raise PromptUnusable(
-                f"the chat template refuses prompt {prompt.prompt_id}: {error}",
-                way_out="correct the prompt's messages, or leave it out of the task.",
-            ) from error
-        if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
-            raise PromptUnusable(
-                f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
-                rule=f"1 to rollout.max_prompt_tokens={self.max_prompt_tokens} are allowed; none is cut",
-                way_out="raise rollout.max_prompt_tokens, or leave such prompts out of the task.",
-            )
+        prompt_ids = self._prompt_ids(prompt)
         progress = TurnProgress(index)
         attempt.progress = progress
 

@@ -20,6 +20,7 @@ from asyncrl.base.waits import waiting, within
 from asyncrl.config import RunConfig
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.messages.worker_api import ChatTokenizer, answer_text
+from asyncrl.rollouts.rollout import ids_of
 from asyncrl.tasks.rewards import UserCodeFailed, copy_of, user_code
 from asyncrl.tasks.task import as_messages
 
@@ -67,10 +68,11 @@ class TeacherPrompts:
 
     async def ids(
         self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
-    ) -> list[int] | None:
+    ) -> Sequence[int] | None:
         """Return the ids of the teacher's prompt, with the beginning of the answer; None:
         the function returned None. Raises PromptUnusable or RewardFailure.
         """
+        name = f"prompt {prompt.prompt_id}"
         try:
             if self._function is None:
                 made = column_of(prompt.info, self._source, "its row")
@@ -78,27 +80,12 @@ class TeacherPrompts:
                 return None
             where = f"teacher.prompt={self._source}"
             messages = teacher_messages(prompt.messages, made, where)
-            text = self._tokenizer.render(messages)
-            ids = self._tokenizer.encode(text)
-            limit = self._config.rollout.max_prompt_tokens
-            if not 0 < len(ids) <= limit:
-                raise ConfigError(
-                    f"the teacher's prompt has {len(ids)} tokens",
-                    rule=f"1 to rollout.max_prompt_tokens={limit} are allowed; none is cut",
-                    way_out="raise rollout.max_prompt_tokens, or write less for the teacher.",
-                )
-            return list(ids)
         except ConfigError as error:
             raise PromptUnusable(
-                f"prompt {prompt.prompt_id}: {error.what}",
-                rule=error.rule,
-                way_out=error.way_out,
+                f"{name}: {error.what}", rule=error.rule, way_out=error.way_out
             ) from error
-        except ValueError as error:
-            raise PromptUnusable(
-                f"prompt {prompt.prompt_id}: the chat template refuses the teacher's messages: {error}",
-                way_out="correct the row or the function, or leave such prompts out of the task.",
-            ) from error
+        limit = self._config.rollout.max_prompt_tokens
+        return ids_of(self._tokenizer, messages, limit, f"the teacher's {name}")
 
     async def _call(
         self, rollout: Rollout, prompt: Prompt, siblings: Sequence[Rollout]
