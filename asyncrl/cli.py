@@ -549,6 +549,9 @@ def export(
     adapter: Annotated[
         bool, Option("--adapter", help="LoRA: only the adapters, not merged.")
     ] = False,
+    role: Annotated[
+        Text, Option(metavar="NAME", help="With trainer.roles: whose policy.")
+    ] = None,
     samples: Annotated[
         bool, Option("--samples", help="Rollouts as messages, for fine-tuning.")
     ] = False,
@@ -586,14 +589,19 @@ def export(
         raise typer.BadParameter("give both --samples and --min-reward, or neither")
     if private and push is None:
         raise typer.BadParameter("--private is of --push")
-    is_of_weights = adapter or push is not None or step != "last"
+    is_of_weights = adapter or role is not None or push is not None or step != "last"
     asked = [name for name in others if others[name]]
     if asked and (samples or is_of_weights or asked[1:]):
         raise typer.BadParameter(f"--{asked[0]} takes no other option")
     if samples and is_of_weights:
         raise typer.BadParameter("--samples takes only --min-reward")
     write = functools.partial(
-        export_run, step=step, adapter=adapter, push=push, private=private
+        export_run,
+        step=step,
+        adapter=adapter,
+        role=role,
+        push=push,
+        private=private,
     )
     if asked:
         write = functools.partial(load_place(EXPORTS[asked[0]].place))

@@ -137,7 +137,7 @@ def test_nan_logprobs_skip_the_step_and_training_continues(
         weight.copy_(before)
     metrics = step.train(*make_batch(version=1))
     assert metrics["trainer/skipped_steps"] == 0
-    assert (step.policy_version, step.num_skipped_in_a_row) == (2, 0)
+    assert (step.policy_version, step.skipped_in_a_row) == (2, {})
     assert not torch.equal(weight, before)
 
 

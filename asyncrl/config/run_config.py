@@ -282,7 +282,7 @@ class RunConfig(JobConfig):
     @property
     def has_reference(self) -> bool:
         """Return whether the trainer holds the initial weights as a second model."""
-        return self.algorithm.kl_coefficient > 0 and self.trainer.lora is None
+        return self.algorithm.kl_coefficient > 0 and not self.trainer.adapters
 
     @property
     def offload_rules(self) -> dict[ModelPart, Rule]:
@@ -336,6 +336,7 @@ class RunConfig(JobConfig):
             self._task_conflicts,
             self._posted_conflicts,
             self._generator_conflicts,
+            self._role_conflicts,
         ):
             yield from part()
 
@@ -580,6 +581,22 @@ class RunConfig(JobConfig):
             is_unpaid = player.outcomes == "later" and key.startswith("eval")
             if not task.has_score and (is_unpaid or not player.brings_reward):
                 yield f"{key}.reward is missing; set {key}.reward=math, or to module:function"
+
+    def _role_conflicts(self) -> Iterator[str]:
+        if self.trainer.roles is None:
+            return
+        for key, (_, player) in self.players.items():
+            if not player.is_harness:
+                yield f"trainer.roles is for agents, and {key} has no `generator`; remove trainer.roles"
+        if self.rollout.engine != "embedded":
+            yield (
+                f"rollout.engine={self.rollout.engine} serves one policy, not trainer.roles; set "
+                "rollout.engine=embedded, or remove trainer.roles"
+            )
+        if self.critic is not None:
+            yield "critic values the tokens of one policy, not of trainer.roles; set algorithm.advantage=grpo"
+        if self.eval_engine == "own":
+            yield "eval.engine=own serves one policy, not trainer.roles; set eval.engine=rollout"
 
 
 def key_of(section: str, name: str) -> str:

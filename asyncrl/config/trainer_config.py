@@ -14,7 +14,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from asyncrl.config.fields import Count, Fraction, FrozenConfig
+from asyncrl.config.fields import Count, Fraction, FrozenConfig, Name
 from asyncrl.config.offload_config import OffloadConfig
 
 CPU_MICRO_BATCH_TOKENS = 3072
@@ -122,6 +122,11 @@ class TrainerConfig(FrozenConfig):
     """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
+    roles: Annotated[dict[Name, LoraConfig], Field(min_length=1)] | None = None
+    """Train a policy per role of an agent: its own adapter over one base model, in place of lora. A
+    call names its role as `model`. For example {solver: {rank: 16}, critic: {rank: 8}} (none =
+    one policy).
+    """
     timeout_s: PositiveFloat = 3600.0
     """Timeout for a step, an export or a save, in seconds. On expiry the trainer is
     restarted.
@@ -142,11 +147,25 @@ class TrainerConfig(FrozenConfig):
     """
 
     def conflicts(self) -> Iterator[str]:
-        if self.optimizer == "muon":
+        if self.roles is not None:
             if self.lora is not None:
-                yield ".optimizer=muon does not train adapters; remove it, or remove .lora"
+                yield ".roles and .lora are both set; remove .lora, and write its rank into each role"
+            if self.world_size > 1 or self.offload.by_layer:
+                yield ".roles needs whole weights: set .world_size=1 and .offload.by_layer=false"
+        if self.optimizer == "muon":
+            if self.adapters:
+                yield ".optimizer=muon does not train adapters; remove it, or remove .lora and .roles"
             if self.offload.by_layer:
                 yield ".optimizer=muon does not run in host memory; remove it, or remove .offload.by_layer"
+
+    @property
+    def adapters(self) -> dict[str, LoraConfig]:
+        """Return the form of each adapter by role: {"": lora} with one policy, {} without
+        adapters.
+        """
+        if self.lora is not None:
+            return {"": self.lora}
+        return self.roles or {}
 
     @property
     def rate_needs_end(self) -> bool:
@@ -166,6 +185,6 @@ class TrainerConfig(FrozenConfig):
         on one CUDA device.
         """
         casts_all = (
-            device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
+            device.startswith("cuda") and dtype == "bfloat16" and not self.adapters
         )
         return self.world_size > 1 or self.offload.by_layer or casts_all

@@ -170,7 +170,7 @@ def embedded_spec(order: ServerOrder) -> Body:
     config = order.config
     role = order.role
     is_rollout = role.is_rollout
-    gets_all = role.serves_policy and config.trainer.lora is None
+    gets_all = role.serves_policy and not config.trainer.adapters
     return model_spec(order) | {
         "deterministic": config.rollout.deterministic,
         "num_kept": (num_caches(config, role) - 1) * role.slots,

@@ -127,6 +127,7 @@ def make_gateway(
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
+        roles=(*(config.trainer.roles or ()),),
     )
     gateway = Gateway(
         engines,

@@ -276,6 +276,7 @@ _ORDER = "the order of prompts follows from it"
 _TAUGHT = "rollouts in the journal lack these numbers of a teacher"
 FIXED = {
     "trainer.lora": "checkpoints hold adapters of this form",
+    "trainer.roles": "checkpoints hold adapters of this form",
     "trainer.optimizer": "checkpoints hold the state of this optimizer",
     "model.scratch": "checkpoints hold weights of this architecture, and the journal its tokens",
     "critic.path": "checkpoints hold the critic's weights",

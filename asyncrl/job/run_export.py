@@ -55,29 +55,40 @@ def export_run(
     *,
     step: str = "last",
     adapter: bool = False,
+    role: str | None = None,
     push: str | None = None,
     private: bool = False,
     tell: Callable[[str], None] = print,
     is_inside: bool = False,
 ) -> dict[str, object]:
     """Export weights to `out`, upload them to the repository `push`, and return the facts
-    of the export. `is_inside`: `out` may be in the run directory. Raises ConfigError,
-    CheckpointError or AsyncrlError.
+    of the export. `role`: whose policy, with trainer.roles. `is_inside`: `out` may be in the
+    run directory. Raises ConfigError, CheckpointError or AsyncrlError.
     """
     job = read_settings(run_dir)
     config = job.as_run()
     tell_unknown_kind(run_dir, job, tell)
     out = out.expanduser().resolve()
-    if adapter and config.trainer.lora is None:
+    if adapter and not config.trainer.adapters:
         what = "--adapter: this run trains all weights (trainer.lora=none)"
         raise ConfigError(what, way_out="omit --adapter.")
+    roles = config.trainer.roles or {}
+    if role not in (roles or {None}):
+        known = ", ".join(roles) or "none: all agents share one policy"
+        raise ConfigError(
+            f"--role={role} names no role of the run; its roles are {known}",
+            rule="a policy per role is exported by itself",
+            way_out="give --role one of them, or omit it if there are none.",
+        )
     if not is_inside:
         check_new_folder(out, run_dir)
     folder = Path(config.model.path or run_dir / "model").expanduser()
     base, _ = split_hub_id(str(config.model.path))
     if folder.is_dir():
         base = str(folder.resolve())
-    version, folder = find_weights(run_dir, config, step, has_final=not adapter)
+    version, folder = find_weights(
+        run_dir, config, step, has_final=not (adapter or roles)
+    )
     if push is not None:
         _make_repository(push, is_private=private)
     with whole_folder(out) as unfinished:
@@ -92,6 +103,7 @@ def export_run(
                 unfinished,
                 base if adapter else None,
                 tell,
+                role or "",
             )
         _write_card(run_dir, job, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
@@ -247,6 +259,7 @@ def _load(
     out: Path,
     adapter_of: str | None,
     tell: Callable[[str], None],
+    role: str,
 ) -> None:
     """Write a model, or the adapters of the base model of this name."""
     from asyncrl.trainer.ranks.state import save_model, save_peft
@@ -260,17 +273,23 @@ def _load(
         pin.read(folder)
         if adapter_of is None:
             save_model(
-                state, folder, out, tell, dtype=model.dtype, chat_template=template
+                state,
+                folder,
+                out,
+                tell,
+                dtype=model.dtype,
+                chat_template=template,
+                role=role,
             )
         else:
             save_peft(
                 state,
                 folder,
                 out,
-                adapter_of,
-                pin.revision,
+                {"base_model_name_or_path": adapter_of, "revision": pin.revision},
                 dtype=model.dtype,
                 chat_template=template,
+                role=role,
             )
     except ConfigError as error:
         error.way_out = "restore the files of the base model; an export uses the model that was trained."

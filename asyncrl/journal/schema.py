@@ -322,6 +322,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "unscored": trajectory.unscored,
         "awaits": trajectory.awaits,
         "untrained": trajectory.untrained,
+        "role": trajectory.role,
         "parts": trajectory.parts,
     }
     place = (group_id, trajectory.sample_index, trajectory.branch)

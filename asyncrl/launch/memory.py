@@ -62,7 +62,7 @@ class Memory:
 def loaded_bytes(config: RunConfig, shape: ModelShape, *, item_bytes: int) -> int:
     """Return the bytes of the model's weights as the trainer loads them on a host."""
     is_half = (
-        config.trainer.lora is not None
+        bool(config.trainer.adapters)
         or "bfloat16" in read_architecture(config.model).values()
     )
     return shape.num_parameters * (item_bytes if is_half else 4)
@@ -104,13 +104,15 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
     """Return the number of trained parameters, assuming adapters on seven matrices per
     layer, and on the head if targets are named.
     """
-    lora = config.trainer.lora
-    if lora is None:
+    if not config.trainer.adapters:
         return shape.num_parameters
-    widths = shape.layers * 7 * (shape.hidden + shape.active)
-    if lora.targets != "all-linear":
-        widths += shape.hidden + shape.vocab
-    return lora.rank * widths
+    num = 0
+    for lora in config.trainer.adapters.values():
+        widths = shape.layers * 7 * (shape.hidden + shape.active)
+        if lora.targets != "all-linear":
+            widths += shape.hidden + shape.vocab
+        num += lora.rank * widths
+    return num
 
 
 def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
@@ -129,7 +131,7 @@ def critic_run(config: RunConfig) -> tuple[RunConfig, ModelShape] | None:
         "critic": None,
         "model": model,
         "algorithm": AlgorithmConfig(),
-        "trainer": config.trainer.model_copy(update={"lora": None}),
+        "trainer": config.trainer.model_copy(update={"lora": None, "roles": None}),
     }
     without_head = replace(
         shape,
@@ -261,14 +263,14 @@ def model_memory(
     engines.
     """
     trainer = config.trainer
-    lora = trainer.lora
+    has_adapters = bool(trainer.adapters)
     item = item_bytes(config.model.dtype, device)
     num = shape.num_parameters
     trained = num_trained(config, shape)
     # Weights of 2 bytes are too coarse for small updates: the optimizer changes a
     # float32 copy.
-    has_masters = item == 2 and lora is None and not is_sharded
-    weights = item * num if has_masters or lora is not None else 0
+    has_masters = item == 2 and not has_adapters and not is_sharded
+    weights = item * num if has_masters or has_adapters else 0
     if not has_masters:
         weights += 4 * trained
     of_optimizer = moment_bytes(config, shape)
@@ -327,7 +329,7 @@ def server_memory(
         return Memory(parameters=weights, micro_batch=role.batch_tokens * width)
     engine = ENGINES[role.engine]
     pushed = weights
-    if role.serves_policy and config.trainer.lora is not None:
+    if role.serves_policy and config.trainer.adapters:
         pushed = pushed_bytes(config, shape, item)
         weights += pushed
     slots = num_caches(config, role) * role.slots + role.read_slots

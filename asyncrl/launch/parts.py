@@ -39,6 +39,8 @@ def why_whole(config: RunConfig, placement: Placement) -> str:
     # run on separate devices.
     if placement.moves and placement.is_on_cuda:
         return MOVES
+    if trainer.roles is not None:
+        return "trainer.roles gives a step for each policy"
     if trainer.mini_batches * trainer.epochs > 1:
         return "trainer.mini_batches or trainer.epochs gives several steps"
     if leaving_parts(config, moves=False):

@@ -253,7 +253,7 @@ def _servers(
                 pushed=memory.parameters + memory.copies,
             )
         # A sleep keeps the weights under adapters.
-        keeps = placement.moves and config.trainer.lora is not None
+        keeps = placement.moves and bool(config.trainer.adapters)
         left = memory.parameters * len(devices) if keeps else 0
         yield from _left_plan(f"engine-{number}", devices[0], left, placement)
     for name, device in placement.extra.items():

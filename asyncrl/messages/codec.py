@@ -139,7 +139,7 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
 _OWN = "request_id max_tokens num_resumed seed".split()
 _COMMON = [
     *(name for name in SAMPLING_PARAMETERS if name != "logit_bias"),
-    *"stop thinking top_logprobs grammar adapter".split(),
+    *"stop thinking top_logprobs grammar adapter role".split(),
 ]
 """Values that most requests of a frame have in common, and a logit_bias."""
 _own, _common = attrgetter(*_OWN), attrgetter(*_COMMON)

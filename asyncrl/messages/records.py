@@ -270,7 +270,8 @@ class Trajectory:
     the first branch only, and `reward` is 0 until then. `awaits`: likewise, the digest of
     the key with which the reward will be posted (rollouts/late_rewards.py), and
     `untrained`: (completion, agent) of the answers without a loss, which may be paid,
-    too. `calls`: each call in its first branch.
+    too. `calls`: each call in its first branch. `role`: whose policy sampled the tokens, of
+    trainer.roles.
     """
 
     sample_index: int
@@ -285,6 +286,7 @@ class Trajectory:
     awaits: str | None = None
     calls: tuple[PolicyCall, ...] = ()
     untrained: tuple[tuple[str, str], ...] = ()
+    role: str = ""
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
 
     @property

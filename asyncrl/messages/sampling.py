@@ -99,7 +99,8 @@ class SamplingRequest(SamplingParameters):
     `thinking`; the first mark is empty if the prompt opens the thought. Only the pool
     reads `route_key`, which keeps requests with a common prompt on one engine, and
     `after`, the last span of the previous turn, whose engine has the conversation in
-    its cache. `adapter`: name of an open adapter; "" is the run's own, or the weights.
+    its cache. `adapter`: name of an open adapter; "" is the run's own, or the weights. `role`:
+    which of the run's own adapters, if it has several.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class SamplingRequest(SamplingParameters):
     num_resumed: int = 0
     thinking: tuple[str, str] | None = None
     adapter: str = ""
+    role: str = ""
 
 
 class LeadingThought:

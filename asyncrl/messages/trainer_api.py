@@ -155,6 +155,11 @@ class BatchHeader(Message):
     trajectories: list[TrajectoryHeader]
     part_groups: int = 0
 
+    @property
+    def adapter(self) -> str:
+        """Return the adapter of the first trajectory, and so of a batch of one policy."""
+        return self.trajectories[0].adapter
+
 
 def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
     """Return a safetensors blob with the header and the calls as JSON in its first

@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+T = TypeVar("T")
 _FILE_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -427,6 +428,15 @@ def stored_names(pieces: Pieces) -> dict[str, str]:
         if len(found) == 1
         for stored in found
     }
+
+
+def of_role(role: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the tensors of a role's adapter by the names that pushes and checkpoints of all
+    roles have.
+
+    Example: solver/model.layers.0.self_attn.q_proj.lora_A.weight
+    """
+    return {f"{role}/{name}" if role else name: one for name, one in tensors.items()}
 
 
 def rename_adapters(

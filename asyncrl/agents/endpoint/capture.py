@@ -5,7 +5,7 @@ rollout's branches.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -64,6 +64,7 @@ class PromptPlan:
     prompt_ids: npt.NDArray[np.int32]
     changed: int | None = None
     """The message whose change began a branch."""
+    role: str = ""
 
     @property
     def text(self) -> str:
@@ -114,7 +115,8 @@ class Capture:
         """The last sampled node of each branch."""
         self._read: dict[ChatNode, Tokens] = {}
         """How the last trained call of each branch read the tokens before its own."""
-        self._recorded = Recorded(self.frames)
+        self._recorded = defaultdict[str, Recorded](lambda: Recorded(self.frames))
+        """By role: a policy never continues what another one has computed."""
         self._num_calls = 0
         self._last_forms: Sequence[int] = ()
 
@@ -135,6 +137,7 @@ class Capture:
         *,
         prefill: str = "",
         settings: Mapping[str, object] | None = None,
+        role: str = "",
     ) -> PromptMatch:
         """Find the completion that a chat continues, and the text to encode after its
         ids. May run in a thread in parallel with record(). Raises ValueError if the
@@ -143,12 +146,13 @@ class Capture:
         `prefill`: beginning of the answer, after an open thought.
         """
         render = partial(self.tokenizer.render, tools=tools, settings=settings)
+        recorded = self._recorded[role]
         try:
-            chain = Chain(messages, tools, settings, self.thinking, self._recorded)
+            chain = Chain(messages, tools, settings, self.thinking, recorded)
             matcher = ChatMatcher(
                 self.tokenizer,
                 render,
-                self._recorded,
+                recorded,
                 messages,
                 prefill,
                 chain,
@@ -160,14 +164,16 @@ class Capture:
             # gateway.
             raise ValueError("the messages or tools are nested too deep") from None
 
-    def plan(self, ids: Sequence[int], match: PromptMatch | None = None) -> PromptPlan:
+    def plan(
+        self, ids: Sequence[int], match: PromptMatch | None = None, role: str = ""
+    ) -> PromptPlan:
         """Return the prompt with the ids of the match's text, or without a match of
         these ids.
         """
         added = np.array(ids, dtype=np.int32)
         # A prompt of /v1/completions has no messages. Only its ids say which completion
         # it continues.
-        parent = match.parent if match else self._recorded.longest(added)
+        parent = match.parent if match else self._recorded[role].longest(added)
         if match is None and parent is not None:
             added = added[parent.whole.length :]
         how: How = match.how if match else ("extended" if parent else "edited")
@@ -190,7 +196,15 @@ class Capture:
         if parent is not None:
             prompt_ids = np.concatenate([parent.all_ids(), added])
         return PromptPlan(
-            self._num_calls - 1, how, added, parent, match, whole, prompt_ids, changed
+            self._num_calls - 1,
+            how,
+            added,
+            parent,
+            match,
+            whole,
+            prompt_ids,
+            changed,
+            role,
         )
 
     def record(
@@ -260,6 +274,7 @@ class Capture:
             whole=planned.whole.then(tokens.ids[num_added:]),
             call=call,
             is_trained=is_trained,
+            role=planned.role,
             **of_chat,
         )
         self._nodes[name] = node
@@ -277,7 +292,7 @@ class Capture:
             for earlier in node.path()[:-1]:
                 self._read.pop(earlier, None)
             self._read[node] = context.slice(0, num_known)
-        self._recorded.add(node, keys)
+        self._recorded[planned.role].add(node, keys)
 
     @property
     def untrained(self) -> tuple[tuple[str, str], ...]:
@@ -372,6 +387,7 @@ class Capture:
                 num_interruptions=sum(node.num_interruptions for node in own),
                 credits=tuple(credits if rollout else credits + untrained),
                 calls=tuple(calls),
+                role=path[-1].role,
                 metrics=dict(outcome.metrics),
             )
             rollout.append(trajectory)
@@ -410,6 +426,7 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
             *node.content,
             total(outcome.earned.get(node.name, 0.0)),
             node in parents,
+            node.role,
             engines,
         )
     # By the whole path: a parent comes before its answers, and equal answers to

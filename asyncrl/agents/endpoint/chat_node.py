@@ -65,6 +65,7 @@ class ChatNode:
     whole: Prefix
     call: PolicyCall
     is_trained: bool = True
+    role: str = ""
     num_messages: int = 0
     key: bytes = b""
     text: Prefix | None = None

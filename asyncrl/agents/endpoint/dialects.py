@@ -152,25 +152,31 @@ def model_body(rules: CallRules, name: str | None) -> dict[str, object]:
     """Return the model `name`, or the list of models if None. Raises ApiError (404) for
     another model.
     """
-    model = rules.model_name
-    if name not in (None, model):
-        why = f"This server has one model, {model}."
+    if name not in (None, *rules.models):
+        why = f"This server has the models {', '.join(rules.models)}."
         raise ApiError(404, why, code="model_not_found", param="model")
-    body = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-    body |= {
+    if name is not None:
+        return _facts(rules, name)
+    models = rules.models
+    return {
+        "object": "list",
+        "data": [_facts(rules, model) for model in models],
+        "has_more": False,
+        "first_id": models[0],
+        "last_id": models[-1],
+    }
+
+
+def _facts(rules: CallRules, model: str) -> dict[str, object]:
+    return {
+        "id": model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "asyncrl",
         "type": "model",
         "display_name": model,
         "created_at": "1970-01-01T00:00:00Z",
         "max_model_len": rules.max_length,
         "max_input_tokens": rules.max_prompt_tokens,
         "max_tokens": rules.max_tokens,
-    }
-    if name is not None:
-        return body
-    return {
-        "object": "list",
-        "data": [body],
-        "has_more": False,
-        "first_id": model,
-        "last_id": model,
     }

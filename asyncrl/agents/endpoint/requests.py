@@ -446,6 +446,23 @@ class CallRules:
     replayed: frozenset[str] = frozenset()
     """Sampling parameters of calls that the trainer replays."""
     on_sampling_override: Literal["use_config", "honour"] = "use_config"
+    roles: tuple[str, ...] = ()
+    """Policies that `model` of a call may name; (): all calls have the same."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the names of models that clients see."""
+        return self.roles or (self.model_name,)
+
+    def role_of(self, model: str) -> str:
+        """Return the role of a call. Raises ApiError (404)."""
+        if not self.roles:
+            return ""
+        if model not in self.roles:
+            known = ", ".join(self.roles)
+            why = f"model={shown(model)} is no role of trainer.roles; the roles are {known}."
+            raise ApiError(404, why, code="model_not_found", param="model")
+        return model
 
 
 _ToolChoice = Literal["none", "auto", "required"] | dict[str, object]

@@ -96,7 +96,8 @@ class GatewaySession(OpenSession):
         self.free_call_nowait()
         asked, _ = await self.read(dialect, body)
         assert isinstance(asked, ChatRequest), "only chats are counted"
-        _, _, num_tokens = await self._matched(asked, len(body))
+        role = self.route.rules.role_of(asked.model)
+        _, _, num_tokens = await self._matched(asked, len(body), role)
         return num_tokens
 
     async def prompt(
@@ -114,11 +115,12 @@ class GatewaySession(OpenSession):
         # together.
         self.num_calls += 1  # refusals from here on cost work
         order = self.num_calls
-        planned = await self._planned(asked, num_bytes)
+        rules = self.route.rules
+        role = rules.role_of(asked.model)
+        planned = await self._planned(asked, num_bytes, role)
         # Before _take_number: a refused grammar must not use up a number. Only an
         # existing call is withdrawn.
         grammar = await self._grammar(asked, planned)
-        rules = self.route.rules
         most = self.rules.max_tokens or rules.max_tokens
         room = rules.max_length - planned.whole.length
         max_tokens = min(asked.max_tokens or most, most, room)
@@ -130,6 +132,7 @@ class GatewaySession(OpenSession):
         digest = planned.whole.state.digest()
         if agent.is_stable:
             digest += agent.name.encode()
+        digest += role.encode()
         number = None if asked.seed is not None else self._take_number(digest)
         key = call_key(
             digest, f"seed {asked.seed}" if number is None else f"number {number}"
@@ -138,7 +141,7 @@ class GatewaySession(OpenSession):
         answer = self._answer(dialect, asked, planned, key, thinking)
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",
-            model=rules.model_name,
+            model=role or rules.model_name,
             order=order,
             planned=planned,
             agent=agent,
@@ -161,6 +164,7 @@ class GatewaySession(OpenSession):
                 grammar=grammar,
                 top_logprobs=asked.top_logprobs,
                 thinking=thinking,
+                role=role,
             ),
             # The trainer knows one temperature, and other parameters by the supports
             # that they leave.
@@ -241,10 +245,12 @@ class GatewaySession(OpenSession):
         if call.order > self._overflow_order:
             self.overflow = None
 
-    async def _planned(self, asked: AnyRequest, num_bytes: int) -> PromptPlan:
+    async def _planned(
+        self, asked: AnyRequest, num_bytes: int, role: str
+    ) -> PromptPlan:
         match = None
         if isinstance(asked, ChatRequest):
-            match, ids, num_tokens = await self._matched(asked, num_bytes)
+            match, ids, num_tokens = await self._matched(asked, num_bytes, role)
         else:
             prompt = asked.prompt
             ids = (
@@ -261,7 +267,7 @@ class GatewaySession(OpenSession):
             raise invalid("prompt has no token.", "prompt")
         # Other calls may have been recorded since the match, which still holds:
         # recorded nodes never change and never leave.
-        planned = self.capture.plan(ids, match)
+        planned = self.capture.plan(ids, match, role)
         if planned.changed is not None:
             message = asked.messages[planned.changed]
             self.route.reader.log_once(
@@ -273,7 +279,7 @@ class GatewaySession(OpenSession):
         return planned
 
     async def _matched(
-        self, asked: ChatRequest, num_bytes: int
+        self, asked: ChatRequest, num_bytes: int, role: str
     ) -> tuple[PromptMatch, Sequence[int], int]:
         """Return the match, the ids after its parent, and the number of all ids. Raises
         ApiError.
@@ -290,6 +296,7 @@ class GatewaySession(OpenSession):
             asked.shown_tools or None,
             prefill=prefill_of(asked, self.route.tool_format, self.route.tokenizer),
             settings=asked.chat_template_kwargs or None,
+            role=role,
         )
         try:
             matched = await _run(

@@ -30,9 +30,9 @@ def find_warnings(
     `held_out`: digests of evaluations, by key.
     """
     rate = f"trainer.learning_rate={trainer.learning_rate:g}"
-    if trainer.lora is None and trainer.learning_rate > HIGHEST_RATE:
+    if not trainer.adapters and trainer.learning_rate > HIGHEST_RATE:
         yield f"{rate} probably destroys the model: set it to {HIGHEST_RATE:g} or less"
-    if trainer.lora is not None and trainer.learning_rate < LOWEST_LORA_RATE:
+    if trainer.adapters and trainer.learning_rate < LOWEST_LORA_RATE:
         yield f"{rate} hardly moves LoRA adapters: set it to {LOWEST_LORA_RATE:g} or more"
     num_steps = trainer.num_steps * trainer.mini_batches * trainer.epochs
     if trainer.warmup_steps > num_steps:

@@ -474,6 +474,8 @@ def cut_where(
     header: BatchHeader, arrays: Tokens, key: Callable[[TrajectoryHeader], object]
 ) -> list[tuple[BatchHeader, Tokens]]:
     """Cut a batch where the key of a trajectory changes."""
+    if len({*map(key, header.trajectories)}) == 1:
+        return [(header, arrays)]
     found = list[tuple[BatchHeader, Tokens]]()
     for _, entries in groupby(header.trajectories, key=key):
         own = list(entries)

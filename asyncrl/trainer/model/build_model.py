@@ -127,7 +127,7 @@ def make_models(
     whole = None
     if ranks.is_first:
         # Shards are cast on their device; adapters need the dtype before.
-        loaded_dtype = None if spec.trainer.lora is None else dtype
+        loaded_dtype = dtype if spec.trainer.adapters else None
         whole = load_model(spec, loaded_dtype, needs_head=kind.needs_head)
     model = meta_model(spec, dtype, whole, ranks)
     kind.prepare(model)
@@ -342,11 +342,11 @@ class TrainedModel:
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         is_sharded = ranks.mesh is not None
-        lora = spec.trainer.lora
-        dtype = torch.float32 if lora is None else self.dtype
+        has_adapters = bool(spec.trainer.adapters)
+        dtype = self.dtype if has_adapters else torch.float32
         model, whole = make_models(spec, dtype, ranks, self.device, kind)
         self.adapters: AdapterTable | None = None
-        if lora is not None:
+        if has_adapters:
             settings = spec.trainer, self.dtype, spec.record_path.parent, spec.seed
             self.adapters = AdapterTable(model, *settings, ranks)
             if is_sharded and whole is not None:
@@ -381,7 +381,7 @@ class TrainedModel:
         self.vocab_size = model.get_input_embeddings().num_embeddings
         if self.adapters is not None:
             self.policy.select = self.adapters.select
-            self.trained = self.adapters.trained()
+            self.trained = self.adapters.policy
         else:
             # Shards are float32.
             masters = masters or MasterWeights.of(model, torch.float32)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.models.structure import hooked
@@ -34,6 +36,7 @@ from asyncrl.weights.ipc import (
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import (
     Pieces,
+    of_role,
     rename_adapters,
     stored_names,
     stored_pieces,
@@ -87,14 +90,20 @@ class Exports:
         if adapters is None:
             return self.whole_model()
         names = stored_names(self._pieces)
-        return LazyWeights(rename_adapters(adapters.tensors(), names))
+        pushed = dict[str, Tensor]()
+        for role in adapters.of_run:
+            pushed |= of_role(role, rename_adapters(adapters.tensors(role), names))
+        return LazyWeights(pushed)
 
-    def whole_model(self) -> LazyWeights:
-        """Return all weights under the model's names, adapters merged on access."""
+    def whole_model(self, role: str | None = None) -> LazyWeights:
+        """Return all weights under the model's names, the adapter of a role, or of the
+        first one, merged on access.
+        """
         weights = export.named_weights(self._model.policy.model)
         merges = None
         if self._model.adapters is not None:
-            weights, merges = self._model.adapters.merging(weights)
+            role = role or self._model.adapters.of_run[0]
+            weights, merges = self._model.adapters.merging(weights, role)
         return LazyWeights(weights, merges, self._pieces)
 
     def begin(self, path: Path, version: int) -> Callable[[], api.ExportResponse]:
@@ -136,10 +145,19 @@ class Exports:
         self._chunks.forget()
 
     def save(self, path: Path) -> None:
-        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError
-        and Refused.
+        """Write a Hugging Face folder, adapters merged, for each role one of its name.
+        Raises OSError, SafetensorError and Refused.
         """
-        weights = dict(self.whole_model())
+        if self._spec.trainer.roles is None:
+            self._save(path, None)
+            return
+        with whole_folder(path) as unfinished:
+            unfinished.mkdir()
+            for role in self._spec.trainer.roles:
+                self._save(unfinished / role, role)
+
+    def _save(self, path: Path, role: str | None) -> None:
+        weights = dict(self.whole_model(role))
         dtype = self._model.dtype
         # Shards are gathered tensor by tensor, by all ranks in one order. Only rank 0
         # keeps the result.

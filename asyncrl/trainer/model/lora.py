@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from asyncrl.trainer.ranks.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.ranks.state import refuse_foreign
 from asyncrl.weights.aside import Aside
 from asyncrl.weights.export import local_if_whole, merge
-from asyncrl.weights.tensor_files import SUFFIXES, float32_names
+from asyncrl.weights.tensor_files import SUFFIXES, float32_names, of_role
 
 POLICY_ADAPTER = ""
 """The adapter that an ordinary run trains."""
@@ -81,10 +81,10 @@ class TrainedAdapter:
 
 
 class AdapterTable:
-    """The adapters of a model. An ordinary run has one, POLICY_ADAPTER, and a sharded
-    model can have no other.
+    """The adapters of a model. A run has one, POLICY_ADAPTER, or one for each role. A
+    sharded model can have no other than POLICY_ADAPTER.
 
-    Each adapter owns its gradient. Life of an adapter:
+    Each adapter owns its gradient, and adapters that are opened later their optimizer. Life of an adapter:
         open() -> select(), a forward and a backward pass, any number of times -> step() ->
         ... -> drop(). Between the two passes no other adapter may be used.
 
@@ -107,12 +107,13 @@ class AdapterTable:
         seed: int = 0,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """Replace the layers that settings.lora targets, cast all weights to `dtype`,
-        freeze them, and open and select POLICY_ADAPTER. `folder`: for files with what
-        leaves a CPU. Raises ConfigError.
+        """Replace the layers that settings.adapters target, cast all weights to `dtype`,
+        freeze them, open these adapters, and select the first. `folder`: for files with
+        what leaves a CPU. Raises ConfigError.
         """
-        assert settings.lora is not None
         self.max_adapters_resident = 2**31
+        self.of_run: Sequence[str] = ()
+        """Names of the run's own adapters, which share an optimizer."""
         self.before_change: Callable[[], None] = lambda: None
         """Wait for exports that read the weights."""
         self.layers = dict[str, AddedLinear]()
@@ -124,7 +125,9 @@ class AdapterTable:
         self._selected: Sequence[AdapterStretch] = ()
         self._is_off = False
         self._clock = count(1)
-        for name in targets_of(model, settings.lora):
+        of_run = settings.adapters
+        targets = [targets_of(model, one) for one in of_run.values()]
+        for name in dict.fromkeys(chain.from_iterable(targets)):
             base = model.get_submodule(name)
             assert isinstance(base, nn.Linear)
             self.layers[name] = AddedLinear(base)
@@ -133,8 +136,19 @@ class AdapterTable:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(requires_grad=False)
             parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
-        self.open(POLICY_ADAPTER, settings.lora, seed)
-        self.select([AdapterStretch(0, 0, POLICY_ADAPTER)])
+        for place, (name, config) in enumerate(of_run.items()):
+            self.open(name, config, seed + place)
+        self.of_run = self.names
+        self.select([AdapterStretch(0, 0, self.of_run[0])])
+
+    @cached_property
+    def policy(self) -> Trained:
+        """The run's own adapters. A step changes those that have a gradient."""
+        # Made at its first use, because sharding replaces the weights.
+        weights = dict[str, nn.Parameter]()
+        for name in self.of_run:
+            weights |= of_role(name, self._adapters[name].weights)
+        return Trained(MasterWeights(weights), self._settings)
 
     @property
     def names(self) -> list[str]:
@@ -204,12 +218,12 @@ class AdapterTable:
         """Return an adapter's weights and optimizer, on the device until another adapter
         is used. Raises Refused.
         """
-        return self._here(name).trained
+        return self.policy if name in self.of_run else self._here(name).trained
 
     def version(self, name: str) -> int:
         """Return the number of an adapter's optimizer steps. Raises Refused."""
-        (adapter,) = self.need([name])
-        return adapter.trained.num_steps
+        self.need([name])
+        return self.trained(name).num_steps
 
     def step(self, name: str) -> float:
         """Take an optimizer step of one adapter, drop its gradient, and return the norm
@@ -270,16 +284,16 @@ class AdapterTable:
         }
 
     def merging(
-        self, weights: Mapping[str, Tensor]
+        self, weights: Mapping[str, Tensor], name: str
     ) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """Return all weights, and merge functions of the weights that POLICY_ADAPTER
-        changes. `weights`: of the model with its adapters.
+        """Return all weights, and merge functions of the weights that an adapter changes.
+        `weights`: of the model with its adapters.
         """
         plain = {
             name: tensor for name, tensor in weights.items() if ".lora_" not in name
         }
         merges = dict[str, Callable[[], Tensor]]()
-        (adapter,) = self.need([POLICY_ADAPTER])
+        (adapter,) = self.need([name])
         for name, pair in adapter.pairs.items():
             # A tied head is listed as the embedding, which has no adapter.
             base = local_if_whole(self.layers[name].weight.detach())
@@ -311,15 +325,17 @@ class AdapterTable:
 
     def _bring(self, used: Sequence[TrainedAdapter]) -> None:
         """Bring adapters to the device, and move the longest idle ones beyond the limit
-        to host memory. The adapters of one micro-batch may exceed the limit, and
-        POLICY_ADAPTER stays, since the run holds its tensors. Raises Refused.
+        to host memory. The adapters of one micro-batch may exceed the limit, and the run's
+        own stay, since it holds their tensors. Raises Refused.
         """
         for adapter in used:
             adapter.last_use = next(self._clock)
         idle = [
             adapter
             for name, adapter in self._adapters.items()
-            if name and adapter not in used and not adapter.aside.is_away
+            if name not in self.of_run
+            and adapter not in used
+            and not adapter.aside.is_away
         ]
         idle.sort(key=lambda adapter: adapter.last_use)
         num_leaving = max(len(idle) + len(used) - self.max_adapters_resident, 0)

@@ -39,13 +39,13 @@ def try_model(config: RunConfig, folder: Path) -> float | None:
     without experts. Raises ConfigError. `folder`: holds config.json, unless the model is
     made from scratch.
     """
-    lora = config.trainer.lora
     with _architecture(config.model, folder) as architecture, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture)
-    if lora is not None:
+    if adapters := config.trainer.adapters.values():
         from asyncrl.trainer.model.lora import targets_of
 
-        targets_of(model, lora)
+        for lora in adapters:
+            targets_of(model, lora)
     if config.algorithm.router_replay:
         from asyncrl.trainer.model.build_model import RouterReplay
 

@@ -84,7 +84,8 @@ class TrainerRank(TrainedModel):
         self.spec = spec
         self.ranks = ranks
         self.policy_version = 0
-        self.num_skipped_in_a_row = 0
+        self.skipped_in_a_row = dict[str, int]()
+        """Steps of each policy, by its adapter."""
         self._parts = dict[str, tuple[BatchNumbers, StepSums]]()
         """Parts of the next batch whose gradient is added."""
         self.rollout_gaps: list[tuple[int, int, float]] = []
@@ -129,14 +130,19 @@ class TrainerRank(TrainedModel):
         Return metrics by full name, NaN without a value. Raises Refused.
         """
         parts = packing.cut_parts(header, arrays)
+        self.rollout_gaps = []
         try:
             # The loss of a router's balance is a mean over the whole batch.
             if len(parts) > 1 and self.policy.balance is None:
                 batch, step = self._join_parts(header, arrays, parts)
                 self.optimizer_step(batch, step, 0)
                 return self._end_version(batch, [step])
-            batch = self.begin(header, arrays)
-            return self._end_version(batch, self._take_steps(batch))
+            # One policy, or that of each role: none changes what another one computes.
+            batches = self._begin(header, arrays)
+            steps = [self._take_steps(batch) for batch in batches]
+            if self.spec.trainer.roles is None:
+                return self._end_version(batches[0], steps[0])
+            return self._end_policies(header, arrays, batches, steps)
         # Some micro-batches may have added their gradient and others not: no later step
         # may apply a part of a gradient.
         except BaseException:
@@ -144,7 +150,7 @@ class TrainerRank(TrainedModel):
             raise
 
     def _take_steps(self, batch: BatchNumbers) -> list[StepSums]:
-        """Take the optimizer steps of a batch in one part."""
+        """Take the optimizer steps of a policy's batch; none without loss tokens."""
         loop = self.spec.trainer
         # Proximal and reference logprobs and advantages are computed once, in begin(),
         # by the weights before the first step. All epochs and mini-batches compare with
@@ -222,8 +228,7 @@ class TrainerRank(TrainedModel):
         names = {one.adapter for one in header.trajectories}
         self._check(header, arrays)
         try:
-            parts = packing.cut_where(header, arrays, lambda one: one.adapter)
-            batches = [self.begin(*part) for part in parts]
+            batches = self._begin(header, arrays)
             return [self._policys_gradient(own, own.has_loss) for own in batches]
         except BaseException:
             for adapter in self.adapters.need(names):
@@ -261,18 +266,33 @@ class TrainerRank(TrainedModel):
         """Check a batch, and compute what its loss needs. Changes no gradient. Raises
         Refused.
         """
-        if self._parts:
-            self._drop_parts()  # of groups that are not in the batch
-        batch = self._read(header, arrays)
-        objective.check_any_loss(header, arrays, batch.has_loss)
-        self._numbers(batch)
+        (batch,) = self._begin(header, arrays)
         return batch
 
-    def _read(self, header: api.BatchHeader, arrays: Tokens) -> BatchNumbers:
-        """Check a batch or a part, and find its loss tokens. Raises Refused."""
+    def _begin(self, header: api.BatchHeader, arrays: Tokens) -> list[BatchNumbers]:
+        """Begin the batches of all policies, of which some may have no loss. Consecutive
+        trajectories with one adapter have a policy. Raises Refused.
+        """
+        if self._parts:
+            self._drop_parts()  # of groups that are not in the batch
+        batches = list[BatchNumbers]()
+        for own in packing.cut_where(header, arrays, lambda one: one.adapter):
+            batches.append(self._read(*own, is_first=not batches))
+        has_loss_N = np.concatenate([batch.has_loss for batch in batches])
+        objective.check_any_loss(header, arrays, has_loss_N)
+        for batch in batches:
+            self._numbers(batch)
+        return batches
+
+    def _read(
+        self, header: api.BatchHeader, arrays: Tokens, *, is_first: bool = True
+    ) -> BatchNumbers:
+        """Check a batch or a part, and find its loss tokens. `is_first`: of several
+        policies. Raises Refused.
+        """
         self._offload.need("train", "weights", "optimizer")
         # Before a refusal, too: the next part or batch does this again.
-        if self._parts:
+        if self._parts or not is_first:
             self.meter.resume()
         else:
             self.meter.start()
@@ -466,7 +486,7 @@ class TrainerRank(TrainedModel):
             if not self._is_warming_up:
                 self._use_in_step("take an optimizer step", *POLICY_STEP)
                 self.trained.step()
-            self.num_skipped_in_a_row = 0
+            self.skipped_in_a_row.pop(batch.header.adapter, None)
             step.grad_norm = grad_norm
         else:
             numbers = [f"{name} {value}" for name, value in needed.items()]
@@ -481,8 +501,10 @@ class TrainerRank(TrainedModel):
         return critic is not None and self.policy_version < critic.warmup_steps
 
     def _skip(self, batch: BatchNumbers, reason: str) -> None:
-        self.num_skipped_in_a_row += 1
-        if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        adapter = batch.header.adapter
+        num_skipped = self.skipped_in_a_row.get(adapter, 0) + 1
+        self.skipped_in_a_row[adapter] = num_skipped
+        if num_skipped >= MAX_SKIPPED_STEPS:
             raise self._refused(
                 batch,
                 reason,
@@ -505,7 +527,7 @@ class TrainerRank(TrainedModel):
         # ones a difference is staleness, not a fault.
         is_fresh = chosen & (arrays.versions == batch.header.version)
         gap_N = np.abs(logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
-        self.rollout_gaps = step_metrics.means_of_rollouts(
+        self.rollout_gaps += step_metrics.means_of_rollouts(
             batch.header, is_fresh, gap_N
         )
         gaps = step_metrics.measure_gaps(gap_N[is_fresh], arrays.engines[is_fresh])
@@ -533,6 +555,34 @@ class TrainerRank(TrainedModel):
             rule=rule,
             way_out=way_out,
         )
+
+    def _end_policies(
+        self,
+        header: api.BatchHeader,
+        arrays: Tokens,
+        batches: Sequence[BatchNumbers],
+        steps: Sequence[list[StepSums]],
+    ) -> dict[str, float]:
+        """Count the version of all roles, and return its metrics, with /ROLE also those of
+        each policy.
+        """
+        num_epochs = self.spec.trainer.epochs
+        # As of one policy: all tokens of an epoch before the next epoch.
+        by_epoch = [
+            step
+            for epoch in range(num_epochs)
+            for own in steps
+            for step in own[epoch * len(own) // num_epochs :][: len(own) // num_epochs]
+        ]
+        by_epoch[0].gaps = step_metrics.joined_gaps(own[0].gaps for own in steps if own)
+        whole = BatchNumbers.join(header, arrays, batches)
+        metrics = self._end_version(whole, by_epoch)
+        for batch, own in zip(batches, steps, strict=True):
+            if own:
+                numbers = version_metrics(batch, own, num_epochs).items()
+                role = batch.header.adapter
+                metrics |= {f"{name}/{role}": value for name, value in numbers}
+        return metrics
 
     def _end_version(
         self, batch: BatchNumbers, steps: list[StepSums]
@@ -603,7 +653,7 @@ class TrainerRank(TrainedModel):
         # later counts.
         progress = Progress(
             policy_version=self.policy_version,
-            num_skipped_in_a_row=self.num_skipped_in_a_row,
+            skipped_in_a_row=self.skipped_in_a_row.copy(),
         )
         return self._state.begin_save(progress, path, self._offload.content_of)
 
@@ -624,7 +674,7 @@ class TrainerRank(TrainedModel):
         self.exports.forget_chunks()
         progress = self._state.load(path, self._use_model)
         self.policy_version = progress.policy_version
-        self.num_skipped_in_a_row = progress.num_skipped_in_a_row
+        self.skipped_in_a_row = progress.skipped_in_a_row.copy()
         # The record may have lines of this version and later, from before the restart.
         # They are void now.
         if self.ranks.is_first:

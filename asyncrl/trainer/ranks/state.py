@@ -74,6 +74,7 @@ from asyncrl.weights.tensor_files import (
     SUFFIXES,
     adapted_modules,
     dtype_name,
+    of_role,
     rename_adapters,
 )
 
@@ -85,11 +86,12 @@ NAMED_TEMPLATES = "additional_chat_templates"
 
 class Progress(BaseModel, frozen=True):
     policy_version: int = 0
-    num_skipped_in_a_row: int = 0
+    skipped_in_a_row: dict[str, int] = {}
 
 
 class SavedState(BaseModel, frozen=True):
-    lora: LoraConfig | None
+    adapters: dict[str, LoraConfig]
+    """By role (TrainerConfig.adapters)."""
     progress: Progress
 
 
@@ -146,7 +148,7 @@ class TrainerState:
         # On CUDA the step that made these weights may still run. The copy waits for
         # work that was launched until now, and not for the next step.
         reading = after_queued_work(self._device)
-        saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
+        saved = SavedState(adapters=self._spec.trainer.adapters, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
@@ -357,7 +359,7 @@ def refuse_foreign(
             f"{path} is the state of another model: {len({*others})} weights differ, such as {first} "
             f"(saved: {saved.get(first)}, here: {here.get(first)})",
             rule="a state has the names and sizes of all trained weights",
-            way_out="resume with the model, the trainer.lora and the critic of the state, or start a new "
+            way_out="resume with the model, the adapters and the critic of the state, or start a new "
             "run with model.path set to an export of this one.",
         )
 
@@ -505,8 +507,9 @@ def save_model(
     *,
     dtype: str,
     chat_template: str | None,
+    role: str = "",
 ) -> None:
-    """Write a Hugging Face folder in `dtype`, adapters merged. Raises Refused,
+    """Write a Hugging Face folder in `dtype`, the adapter of `role` merged. Raises Refused,
     ConfigError, OSError, SafetensorError.
     """
     disable_progress_bar()
@@ -515,7 +518,8 @@ def save_model(
     with loading(base):
         model = load_language_model(base, dtype=of_dtype)
     plain = named_weights(model)
-    if (lora := read_state(state).lora) is None:
+    lora = read_state(state).adapters.get(role)
+    if lora is None:
         parameters = {
             name: parameter.data for name, parameter in model.named_parameters()
         }
@@ -523,7 +527,7 @@ def save_model(
         tell(f"reading {num_bytes / 1e9:.2f} GB of weights")
         _read_weights(state, parameters)
     else:
-        adapters = _read_adapters(state, of_dtype)
+        adapters = _read_adapters(state, role, of_dtype)
         for module in adapted_modules(adapters):
             # A tied head is not in `plain`. Its embedding has no adapter.
             base_weight = model.get_parameter(f"{module}.weight").detach()
@@ -545,26 +549,28 @@ def save_peft(
     state: Path,
     base: Path,
     path: Path,
-    name: str,
-    revision: str | None,
+    model: Mapping[str, str | None],
     *,
     dtype: str,
     chat_template: str | None,
+    role: str = "",
 ) -> None:
-    """Write adapters as a peft folder on the model `name`. Raises like save_model."""
-    lora = read_state(state).lora
-    assert lora is not None, "the run trains adapters"
+    """Write the adapter of `role` as a peft folder. `model`: name and revision of the base
+    model in its config. Raises like save_model.
+    """
+    lora = read_state(state).adapters[role]
     with loading(base):
         names = names_in_whole_model(base)
-    adapters = rename_adapters(_read_adapters(state, getattr(torch, dtype)), names)
+    adapters = rename_adapters(
+        _read_adapters(state, role, getattr(torch, dtype)), names
+    )
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
         write_peft(
             adapters,
             lora.scale,
             unfinished,
-            base_model_name_or_path=name,
-            revision=revision,
+            **model,
             inference_mode=True,
         )
         copy_files(base, unfinished, chat_template, TOKENIZER)
@@ -603,10 +609,12 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
         dcp_load(named, storage_reader=FileSystemReader(path), no_dist=True)
 
 
-def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+def _read_adapters(path: Path, role: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    start = f"{role}/" if role else ""
     adapters = {
-        name: torch.empty(size, dtype=dtype)
+        name.removeprefix(start): torch.empty(size, dtype=dtype)
         for name, size in _stored_sizes(_read_index(path), "weights.").items()
+        if name.startswith(start)
     }
-    _read_weights(path, adapters)
+    _read_weights(path, of_role(role, adapters))
     return adapters
