@@ -138,7 +138,7 @@ def test_adapters_of_other_families_are_added_by_row(name: str, tmp_path: Path) 
         generator = torch.Generator().manual_seed(seed)
         tensors = {
             key: torch.randn(tensor.shape, generator=generator) * 0.1
-            for key, tensor in engine.weights_of(one).adapter.tensors.items()
+            for key, tensor in engine.weights_of(one).adapters[""].tensors.items()
         }
         iterate_until(engine, push(engine, one, tensors, 1, tmp_path))
     found = segments_of(engine, *mixed("ab"))
@@ -166,7 +166,7 @@ def test_the_check_at_start_reads_several_adapters(
     engine = make_engine(folder)
     assert (4, 8, 32, 4) in seen
     assert engine.runner.is_exact
-    assert not any(one.any() for one in engine.weights.adapter.tensors.values())
+    assert not any(one.any() for one in engine.weights.adapters[""].tensors.values())
 
 
 def halfway(engine: Engine, *requests: SamplingRequest) -> list[Reply]:

@@ -189,7 +189,7 @@ def test_the_check_at_start_names_what_changes_the_logits(
     assert engine.health().note == ""
     disturb(engine.runner, monkeypatch, kernels)
     wanted = make_spec(folder, deterministic=True)
-    own = [engine.runner.loaded.adapter]
+    own = [*engine.runner.loaded.adapters.values()]
     refusal = refusal_of(capfd, check_determinism, engine.runner, wanted, own)
     assert re.search(cause, refusal.error)
     # The model is in float32 and has one thread: neither is a way out.

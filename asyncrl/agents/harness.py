@@ -106,7 +106,8 @@ class Session:
     client, or `client`.
 
     `agent`: path of a sub-agent, from child(). Other clients than `client` send it as
-    X-Session-ID, with a leading slash. After the attempt, every call gets 401.
+    X-Session-ID, with a leading slash. After the attempt, every call gets 401. With
+    trainer.roles, each call names one of `roles` as its model, in place of `model`.
     """
 
     base_url: str
@@ -115,6 +116,7 @@ class Session:
     outcome_key: str | None = None
     http_client: Callable[[], AsyncClient] = make_http_client
     agent: str = ""
+    roles: tuple[str, ...] = ()
 
     def child(self, role: str) -> Session:
         """Return the session of a sub-agent. Its tokens belong to this rollout, with its

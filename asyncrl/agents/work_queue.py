@@ -100,6 +100,8 @@ class RolloutQueue:
     """By Work.harness: the source of their rewards, and whether they get answers."""
     late: wire.LateOutcomes | None = None
     """Takes all posted outcomes, with outcomes="later"."""
+    roles: tuple[str, ...] = ()
+    """Of trainer.roles."""
 
     def __post_init__(self) -> None:
         self._queue = OrderedDict[str, QueuedItem]()
@@ -243,6 +245,7 @@ class RolloutQueue:
             cancel=gone,
             model=self.model,
             lease_timeout_s=self.lease_timeout_s,
+            roles=self.roles,
             is_over=self._is_closed and self.is_over,
         )
 

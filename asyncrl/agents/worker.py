@@ -153,7 +153,7 @@ class Worker:
                     for item in answer.items:
                         name = f"{item.rollout_id} attempt {item.attempt}"
                         running = tasks.create_task(
-                            self._run_item(item, answer.model), name=name
+                            self._run_item(item, answer), name=name
                         )
                         self.running[item.item_id] = running
                     await self._freed.wait_for(
@@ -220,10 +220,15 @@ class Worker:
             busy=self._busy,
         )
 
-    async def _run_item(self, item: wire.WorkItem, model: str) -> None:
+    async def _run_item(self, item: wire.WorkItem, answer: wire.TakeAnswer) -> None:
         url = f"{self.caller.url}/v1"
         session = Session(
-            url, item.key, model, item.outcome_key, http_client=self._http_client
+            url,
+            item.key,
+            answer.model,
+            item.outcome_key,
+            http_client=self._http_client,
+            roles=answer.roles,
         )
         try:
             outcome = await run_item(self.harnesses[item.harness], item, session)

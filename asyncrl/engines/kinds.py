@@ -145,17 +145,23 @@ def num_caches(config: RunConfig, role: Role) -> int:
     return 2 if config.keeps_turns and role.serves_policy else 1
 
 
+def _adapters(order: ServerOrder) -> dict[str, Body]:
+    """Return the form of each adapter that pushes bring, by role; "" is the only one."""
+    if not order.role.serves_policy:
+        return {}
+    return {
+        role: {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets}
+        for role, lora in order.config.trainer.adapters.items()
+    }
+
+
 def model_spec(order: ServerOrder) -> Body:
     """Return the start arguments of every engine with a model. It sees only its own
     devices.
     """
-    lora = order.config.trainer.lora
-    adapters = None
-    if lora is not None and order.role.serves_policy:
-        adapters = {"rank": lora.rank, "scale": lora.scale, "targets": lora.targets}
     return {
         "name": order.name,
-        "adapters": adapters,
+        "adapters": _adapters(order).get(""),
         "slots": order.role.slots,
         "max_length": order.role.max_length,
         "model_path": str(order.model_path),
@@ -172,6 +178,7 @@ def embedded_spec(order: ServerOrder) -> Body:
     is_rollout = role.is_rollout
     gets_all = role.serves_policy and not config.trainer.adapters
     return model_spec(order) | {
+        "roles": {} if config.trainer.roles is None else _adapters(order),
         "deterministic": config.rollout.deterministic,
         "num_kept": (num_caches(config, role) - 1) * role.slots,
         "stays": order.stays,

@@ -101,6 +101,7 @@ def make_gateway(
     # one at which the trainer computes logprobs.
     if override == "auto":
         override = "honour" if is_for_users else "use_config"
+    roles = (*(config.trainer.roles or ()),)
     queue = RolloutQueue(
         worker_key=worker_key,
         model=model_name(config),
@@ -114,6 +115,7 @@ def make_gateway(
         ),
         harnesses=config.harnesses or (config.generator,),
         late=late,
+        roles=roles,
     )
     # An engine with its own Python reports supports only if its start asked for them.
     has_cuts = config.uses_supports or rollout.facts.package is None
@@ -127,7 +129,7 @@ def make_gateway(
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
-        roles=(*(config.trainer.roles or ()),),
+        roles=roles,
     )
     gateway = Gateway(
         engines,

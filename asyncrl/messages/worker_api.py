@@ -103,6 +103,7 @@ class TakeAnswer(Message):
     cancel: list[str]
     model: str
     lease_timeout_s: float
+    roles: tuple[str, ...] = ()
     is_over: bool = False
 
 

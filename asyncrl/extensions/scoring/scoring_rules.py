@@ -82,6 +82,11 @@ def _teacher_conflicts(config: RunConfig) -> Iterator[str]:
             f"teacher.policy lets rollout engines score texts, which rollout.engine={config.rollout.engine} "
             "does not do; set rollout.engine=embedded, or set teacher.path in place of teacher.policy"
         )
+    if any(teacher.policy for teacher in found) and config.trainer.roles is not None:
+        yield (
+            "teacher.policy is one policy, and trainer.roles has several; set teacher.path in place of "
+            "teacher.policy, or trainer.lora in place of trainer.roles"
+        )
     for name, generator in config.generators.items():
         has_prompt = any(one.prompt and one.scores(name) for one in found)
         if has_prompt and generator.is_harness:

@@ -88,6 +88,8 @@ class VerifiersHarness:
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
         context = vf.ModelContext(model=session.model, client=client)
+        for seat in {*session.roles}.intersection(self._seats):
+            getattr(self._env.config, seat).model = seat
         async with self._served():
             self.calls.check()
             # Also those that a hook which raises leaves out of the episode.

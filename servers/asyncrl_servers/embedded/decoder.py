@@ -73,6 +73,8 @@ class EmbeddedSpec(EngineSpec):
     """On CPU: batch-invariant, checked at start. auto: true unless the model has
     experts or states.
     """
+    roles: dict[str, AdapterSpec] = {}
+    """Adapters that pushes bring together, in place of `adapters`. A request names one."""
     max_adapters: int = Field(default=0, ge=0)
     """Adapters that /open_adapter may add to the run's own."""
     num_kept: int = Field(default=0, ge=0)
@@ -129,10 +131,10 @@ class LoadedModel:
                 f"the embedded engine cannot serve {type(self.model).__name__}: {error}"
             )
             fail(what, way_out="set rollout.engine=vllm.")
-        self.adapter = Adapter({})
-        """The run's own."""
-        if spec.adapters is not None:
-            self.adapter = self.make_adapter(spec.adapters)
+        forms = spec.roles or ({"": spec.adapters} if spec.adapters else {})
+        self.adapters = {role: self.make_adapter(one) for role, one in forms.items()}
+        """The run's own, by role; "" is the only one."""
+        if forms:
             self._use_adapters()
         has_tokenizer = any(
             (self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config")
@@ -217,8 +219,9 @@ class LoadedModel:
         layer: Any
         for name, layer in self.model.named_modules():
             if type(layer).forward is nn.Linear.forward:
-                own = self.adapter.low_ranks.get(name)
-                layer.added = Added(name, layer is head, own)
+                own = self.adapters.get("")
+                low_rank = None if own is None else own.low_ranks.get(name)
+                layer.added = Added(name, layer is head, low_rank)
                 # PlainDecoder reads `added`; the hook is for layers that are called.
                 layer.register_forward_hook(
                     lambda layer, inputs, output: layer.added.add(output, inputs[0])
@@ -226,10 +229,10 @@ class LoadedModel:
 
     @contextmanager
     def random_adapters(self, spec: EmbeddedSpec) -> Iterator[list[Adapter]]:
-        """Fill the run's adapter with random numbers for a check, and yield it, and
+        """Fill the run's adapters with random numbers for a check, and yield them, and
         others of CHECKED_RANKS.
         """
-        adapters = [self.adapter]
+        adapters = [*self.adapters.values()]
         if spec.adapters is not None and spec.max_adapters:
             own = spec.adapters
             ranked = [own.model_copy(update={"rank": one}) for one in CHECKED_RANKS]
@@ -238,8 +241,9 @@ class LoadedModel:
         for tensor in chain.from_iterable(one.tensors.values() for one in adapters):
             tensor.normal_(std=tensor.shape[1] ** -0.5, generator=generator)
         yield adapters
-        for tensor in self.adapter.tensors.values():
-            tensor.zero_()
+        for one in self.adapters.values():
+            for tensor in one.tensors.values():
+                tensor.zero_()
 
     def _is_exact(self, spec: EmbeddedSpec) -> bool:
         """Return whether logits shall not depend on the batch. Always False on CUDA,

@@ -322,6 +322,7 @@ class Engine:
         for run in runs:
             try:
                 run.weights = self.weights_of(run.request.adapter, for_request=True)
+                _refuse_role(run.weights, run.request.role)
                 self._scheduler.submit([run])
             except Refused as refusal:
                 run.listener.on_refused(run.number, refusal)
@@ -355,6 +356,17 @@ class Engine:
         self._scheduler.forget(dropped)
         # A commit that waited for its rows is answered at the end of this iteration.
         answer.set_result(api.OpenAdapters(names=[*kept]))
+
+
+def _refuse_role(weights: Weights, role: str) -> None:
+    """Raise Refused (404) if the weights have no such adapter."""
+    known = [*weights.adapters] or [""]
+    if role not in known:
+        raise Refused(
+            404,
+            f"role {role!r} has no adapter here; known are {known}",
+            rule="a request names a role of the engine's start, or none if it has none",
+        )
 
 
 def build_engine(
@@ -396,7 +408,7 @@ def build_engine(
         reader = make_reader(loaded, spec, runner.is_exact)
     weights = Weights(loaded, spec)
     # Initial weights under adapters come back at other addresses.
-    keeps = is_fused and spec.moves and spec.adapters is None
+    keeps = is_fused and spec.moves and not loaded.adapters
     is_fixed = keeps and fix_addresses(runner, weights, spec)
     engine = Engine(spec, runner, weights, on_crash, reader, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
@@ -512,7 +524,7 @@ def find_dependence(runner: Runner, adapters: list[Adapter]) -> str:
         texts.
         """
         slot = n - 1
-        owners = [*islice(cycle(adapters), slot), adapters[0]]
+        owners = [*islice(cycle(adapters), slot), *adapters[:1]]
         read = partial(runner.step, adapters=owners)
         # Prompts of other lengths in all slots below, so that rows, padding and
         # stretches differ from a single sequence's.

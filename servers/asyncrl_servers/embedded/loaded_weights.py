@@ -22,6 +22,7 @@ from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (
     digest_and_size,
     digest_tensors,
+    of_role,
     pieces_of,
     rename_adapters,
     stored_names,
@@ -54,14 +55,20 @@ class Weights(WeightState):
         push. Raises ConfigError for unknown targets.
         """
         self.name = "" if opened is None else opened.adapter
-        self.adapter = loaded.adapter if opened is None else loaded.make_adapter(opened)
+        self.adapters = loaded.adapters
+        """By role; "" is the only one."""
+        if opened is not None:
+            self.adapters = {"": loaded.make_adapter(opened)}
         self._initial = weights_of(loaded.model)
         self._pieces = loaded.pieces
         self._parameters = self._initial
-        self._has_adapters = bool(self.adapter.low_ranks)
+        self._has_adapters = bool(self.adapters)
         if self._has_adapters:
             names = stored_names(self._pieces)
-            self._parameters = rename_adapters(self.adapter.tensors, names)
+            self._parameters = {}
+            for role, one in self.adapters.items():
+                tensors = rename_adapters(one.tensors, names)
+                self._parameters |= of_role(role, tensors)
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
         super().__init__(self._stored_kinds.keys(), asleep)

@@ -49,6 +49,10 @@ _HEAD = 64
 """Tokens of all rows that are compared at once."""
 
 
+Owner = tuple[Weights, str]
+"""Weights that computed keys and values, and whose adapter among them: a role."""
+
+
 class Sequence(Run):
     """A request in the engine.
 
@@ -87,6 +91,10 @@ class Sequence(Run):
         """Of unreported tokens: the experts that read the token before."""
         self.num_routed = 0
 
+    @property
+    def owner(self) -> Owner:
+        return self.weights, self.request.role
+
     def forget_routing(self) -> None:
         """Report the experts of the whole text again: other weights are to read it."""
         self.routing = []
@@ -111,10 +119,9 @@ class Rows:
         )
         # Least recently used first. Kept rows come after the slots: a decode step needs
         # running rows 0..n-1 without a gap.
-        self.kept: OrderedDict[int, Weights | None] = OrderedDict.fromkeys(
+        self.kept: OrderedDict[int, Owner | None] = OrderedDict.fromkeys(
             range(slots, num_rows)
         )
-        """The weights that computed each kept row."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -132,7 +139,7 @@ class Rows:
             return -1
         target: int = next(iter(self.kept))
         self.kept.move_to_end(target)
-        self.kept[target] = self.sequences[row].weights
+        self.kept[target] = self.sequences[row].owner
         length = self.lengths[target] = self.lengths[row]
         self.token_ids[target, :length] = self.token_ids[row, :length]
         return target
@@ -146,23 +153,23 @@ class Rows:
             self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
     def forget_kept(self, weights: Weights) -> None:
-        for row in [row for row, owner in self.kept.items() if owner is weights]:
+        for row in [row for row, one in self.kept.items() if one and one[0] is weights]:
             self.kept[row] = None
             self.lengths[row] = 0
 
-    def owner(self, row: int) -> Weights | None:
-        """Return the weights that computed a row's keys and values."""
-        return self.kept[row] if row in self.kept else self.sequences[row].weights
+    def owner(self, row: int) -> Owner | None:
+        return self.kept[row] if row in self.kept else self.sequences[row].owner
 
     def of(self, weights: Weights) -> list[int]:
         """Return the rows that run on these weights."""
         return [row for row, one in enumerate(self.sequences) if one.weights is weights]
 
     def adapters(self) -> list[Adapter]:
-        """Return the adapter of each row; [] if all have the run's own."""
-        if all(not one.request.adapter for one in self.sequences):
+        """Return the adapter of each row; [] if all have the run's only one."""
+        asked = [one.request for one in self.sequences]
+        if all(not one.adapter and not one.role for one in asked):
             return []
-        return [one.weights.adapter for one in self.sequences]
+        return [one.weights.adapters[one.request.role] for one in self.sequences]
 
     def are_simple(self) -> bool:
         """Whether each row only draws a token from the model's own distribution."""
@@ -533,7 +540,7 @@ class Scheduler(RunQueue[Sequence]):
         for sequence in taken:
             del self.queued[sequence]
         whole = {
-            (one.weights, one.admitted_ids): row
+            (one.owner, one.admitted_ids): row
             for row, one in enumerate(rows.sequences)
             if one.next_logits_V is not None
         }
@@ -547,7 +554,7 @@ class Scheduler(RunQueue[Sequence]):
         # in `reads`.
         for sequence in sorted(taken, key=lambda one: len(one.token_ids)):
             ids = sequence.token_ids
-            key, row = (sequence.weights, ids.tobytes()), len(rows)
+            key, row = (sequence.owner, ids.tobytes()), len(rows)
             if key in whole:
                 source, num_copied = whole[key], len(ids)
             else:
@@ -556,7 +563,7 @@ class Scheduler(RunQueue[Sequence]):
                 usable = [
                     one
                     for one in (*standing, *reads)
-                    if rows.owner(one) is sequence.weights
+                    if rows.owner(one) == sequence.owner
                     and (not has_states or rows.begins(one, ids))
                 ]
                 source, num_copied = rows.common_prefix(ids, usable)

@@ -92,7 +92,9 @@ class Scorer(TextReader):
         read: list[list[list[npt.NDArray[np.generic]]]] = [[] for _ in texts]
         # The last token predicts nothing that was asked for.
         jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
-        adapters = [text.weights.adapter for text in texts]
+        adapters = [
+            text.weights.adapters[""] for text in texts if text.weights.adapters
+        ]
         for parts in cut_calls(jobs, self._query_chunk):
             stretches = self.read_stretches(parts)
             logits = self._call(stretches, parts, None, adapters=adapters)
