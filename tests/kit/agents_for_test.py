@@ -242,3 +242,21 @@ async def _call(
             if status == until or not until:
                 return note(status)
             await asyncio.sleep(0 if body == b"no JSON" else 0.1)
+
+
+# ---- several policies
+
+
+async def solver_and_critic(task: Task, session: Session) -> Outcome:
+    """The solver earns the letters a of its answer, the critic the letters b."""
+    shares = dict[str, float]()
+    of_roles = {"solver": session, "critic": session.child("critic")}
+    for (role, own), letter in zip(of_roles.items(), "ab", strict=True):
+        answer = await own.client.chat.completions.create(
+            model=role, messages=task.messages
+        )
+        text = answer.choices[0].message.content or ""
+        shares[role] = text.count(letter) / max(1, len(text))
+    return Outcome(
+        None, shares, {"main": shares["solver"], "critic": shares["critic"]}
+    )

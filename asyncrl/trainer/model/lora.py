@@ -127,8 +127,12 @@ class AdapterTable:
         self._clock = count(1)
         of_run = settings.adapters
         targets = [targets_of(model, one) for one in of_run.values()]
+        head = model.get_output_embeddings()
+        self._head_name = ""
         for name in dict.fromkeys(chain.from_iterable(targets)):
             base = model.get_submodule(name)
+            if base is head:
+                self._head_name = name
             assert isinstance(base, nn.Linear)
             self.layers[name] = AddedLinear(base)
             model.set_submodule(name, self.layers[name])
@@ -156,7 +160,7 @@ class AdapterTable:
 
     def open(self, name: str, config: LoraConfig, seed: int) -> None:
         """Add an adapter, whose A is drawn from `seed`. Its layers are among the table's;
-        "all-linear" are all of these. Raises ConfigError and Refused.
+        "all-linear" are all of these but the head. Raises ConfigError and Refused.
         """
         if name in self._adapters:
             raise Refused(
@@ -167,6 +171,8 @@ class AdapterTable:
         chosen = [*self.layers]
         if config.targets != "all-linear":
             chosen = with_ends(chosen, config.targets)
+        else:
+            chosen = [one for one in chosen if one != self._head_name]
         pairs = dict[str, Pair]()
         # Drawn on the CPU: the same numbers on any device and rank, as peft draws them.
         generator = torch.Generator().manual_seed(seed)
