@@ -257,6 +257,4 @@ async def solver_and_critic(task: Task, session: Session) -> Outcome:
         )
         text = answer.choices[0].message.content or ""
         shares[role] = text.count(letter) / max(1, len(text))
-    return Outcome(
-        None, shares, {"main": shares["solver"], "critic": shares["critic"]}
-    )
+    return Outcome(None, shares, {"main": shares["solver"], "critic": shares["critic"]})

@@ -126,10 +126,14 @@ class AdapterTable:
         self._is_off = False
         self._clock = count(1)
         of_run = settings.adapters
-        targets = [targets_of(model, one) for one in of_run.values()]
+        targets = {
+            *chain.from_iterable(targets_of(model, one) for one in of_run.values())
+        }
         head = model.get_output_embeddings()
         self._head_name = ""
-        for name in dict.fromkeys(chain.from_iterable(targets)):
+        # In the model's order, in which each adapter draws its numbers: they do not depend
+        # on other roles.
+        for name in [name for name, _ in model.named_modules() if name in targets]:
             base = model.get_submodule(name)
             if base is head:
                 self._head_name = name
