@@ -46,6 +46,11 @@ def evaluate(
     if target.is_dir():
         read_config(target)  # refuses a folder without a run
         config = load_config(target / CONFIG_FILE, overrides)
+        if config.trainer.roles is not None:
+            raise ConfigError(
+                f"{target} has a policy for each role, and an evaluation loads one model",
+                way_out="evaluate in the run, by its section eval; or export a role, and set model.path.",
+            )
         # On the disk of the runs: the weights may be larger than /tmp.
         parent = target.resolve().parent
         with tempfile.TemporaryDirectory(prefix=".eval-", dir=parent) as folder:

@@ -241,7 +241,7 @@ async def _serve_user(
     lifecycle: Lifecycle, pool: EnginePool, recorder: RolloutRecorder
 ) -> int:
     config = lifecycle.config
-    name = model_name(config)
+    name = next(iter(config.trainer.roles or ()), model_name(config))
     gateway, queue = make_gateway(
         lifecycle, pool, recorder.tokenizer, secrets.token_hex(24), is_for_users=True
     )
