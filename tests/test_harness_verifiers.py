@@ -62,7 +62,13 @@ async def run(
     session: GatewaySession | None = None,
 ) -> Outcome:
     return await harness.run(
-        task, Session(f"{world.url}/v1", (session or world.session).key, "policy")
+        task,
+        Session(
+            f"{world.url}/v1",
+            (session or world.session).key,
+            "policy",
+            roles=world.gateway._route.rules.roles,
+        ),
     )
 
 
@@ -243,6 +249,21 @@ def test_several_trained_agents_have_their_own_rewards() -> None:
         assert role.startswith(decode(ids)[0]), "not the id of the agent's trace"
         assert len(branch.credits) == 2
     assert rewards == {"f": {1.0}, "s": {0.25}}
+
+
+def test_each_agent_plays_with_the_policy_of_its_role() -> None:
+    roles = ("first", "second")
+    _, rollout, _ = play(DUEL, 0, name_your_role, BOTH, roles=roles)
+    decode = ScriptedEngine().tokenizer.decode
+    for branch in rollout:
+        ids = branch.token_ids[branch.loss_mask].tolist()
+        assert branch.role.startswith(decode(ids)[0])
+    assert {branch.role for branch in rollout} == {*roles}
+
+
+def test_agent_without_a_role_is_refused() -> None:
+    with pytest.raises(ConfigError, match="agent second of .* has no role among first"):
+        play(DUEL, 0, name_your_role, BOTH, roles=("first",))
 
 
 def test_agent_with_trainable_false_plays_without_a_loss() -> None:

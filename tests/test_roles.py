@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import job_runs
 import openai
 import pytest
 import torch
@@ -180,6 +181,42 @@ def test_roles_learn_opposite_rewards_over_a_kill(tmp_path: Path) -> None:
         final = logprobs_of(tmp_path / "run" / "final" / role)
         assert torch.equal(merged[role], final)
     assert (merged["solver"] - merged["critic"]).abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.extension("verifiers")
+@pytest.mark.timeout(900)
+def test_two_agents_of_verifiers_learn_their_own_rewards(tmp_path: Path) -> None:
+    local = {"runtime": {"type": "subprocess"}}
+    agents = {"first": local, "second": local}
+    form = {"rank": 8, "alpha": 16, "targets": ["q_proj", "o_proj", "lm_head"]}
+    scratch = job_runs.CONFIG["model"]["scratch"]
+    known = {*scratch["characters"], *"(no prompt) first second verifiers task"}
+    config = write_config(
+        tmp_path,
+        model={"scratch": {**scratch, "characters": "".join(sorted(known))}},
+        trainer={
+            "roles": dict.fromkeys(agents, form),
+            "learning_rate": 5e-3,
+            "num_steps": 40,
+        },
+        task={"verifiers": True, "python": None},
+        generator={
+            "verifiers": "duel_env_for_test",
+            "workers": 1,
+            "args": {"letters": True, **agents},
+        },
+    )
+    answer = run(config, tmp_path / "run", timeout_s=800.0)
+    assert answer.returncode == 0, answer.stderr
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    for role in agents:
+        name = f"task/{role}/reward/points"
+        first, last = (
+            sum(step[name] for step in some) for some in (steps[:5], steps[-5:])
+        )
+        assert last > 2 * first, f"{role} has not learned its letter"
 
 
 # ---- calls and engines

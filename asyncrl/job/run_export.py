@@ -75,8 +75,9 @@ def export_run(
     roles = config.trainer.roles or {}
     if role not in (roles or {None}):
         known = ", ".join(roles) or "none: all agents share one policy"
+        given = "no --role is given" if role is None else f"--role {role}"
         raise ConfigError(
-            f"--role={role} names no role of the run; its roles are {known}",
+            f"{given}; the roles of the run are {known}",
             rule="a policy per role is exported by itself",
             way_out="give --role one of them, or omit it if there are none.",
         )

@@ -19,10 +19,16 @@ class DuelTaskset(vf.Taskset[DuelTask, vf.TasksetConfig]):
         return [DuelTask(vf.TaskData(), self.config.task)]
 
 
+def share_of(letter: str, text: str) -> float:
+    return text.count(letter) / max(1, len(text))
+
+
 class DuelConfig(vf.EnvConfig):
     first: vf.AgentConfig = vf.AgentConfig()
     second: vf.AgentConfig = vf.AgentConfig()
     freeze: bool = False
+    letters: bool = False
+    """The first agent earns the letters a of its answers, the second the letters b."""
 
 
 class DuelEnv(vf.Env[DuelConfig]):
@@ -34,8 +40,14 @@ class DuelEnv(vf.Env[DuelConfig]):
             agents.first.interaction(task) as first,
             agents.second.interaction(task) as second,
         ):
+            said: dict[str, list[str]] = {"a": [], "b": []}
             for _ in range(2):
-                await first.turn("first")
-                await second.turn("second")
-        first.trace.record_reward("points", 1.0)
-        second.trace.record_reward("points", 0.25)
+                said["a"].append((await first.turn("first")).last_reply)
+                said["b"].append((await second.turn("second")).last_reply)
+        points = {"a": 1.0, "b": 0.25}
+        if self.config.letters:
+            points = {
+                letter: share_of(letter, "".join(said[letter])) for letter in said
+            }
+        first.trace.record_reward("points", points["a"])
+        second.trace.record_reward("points", points["b"])

@@ -88,7 +88,13 @@ class VerifiersHarness:
         address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
         context = vf.ModelContext(model=session.model, client=client)
-        for seat in {*session.roles}.intersection(self._seats):
+        for seat in self._seats if session.roles else ():
+            if seat not in session.roles:
+                raise ConfigError(
+                    f"agent {seat} of {self._name} has no role among {', '.join(session.roles)}",
+                    rule="each agent without a client plays the role of its name",
+                    way_out="add it to trainer.roles, or set its `client` in generator.args.",
+                )
             getattr(self._env.config, seat).model = seat
         async with self._served():
             self.calls.check()
