@@ -4,6 +4,10 @@ and a frozen version of it, or a player of random moves.
     pip install textarena
     asyncrl run examples/textarena/nim.yaml
 
+Or two policies that learn against each other, as the roles `first` and `second`:
+
+    asyncrl run examples/textarena/duel.yaml
+
 The game is TextArena's own. Only the words are shorter, so that a model of random
 weights learns them: it reads the piles as `345`, and takes 2 of the first one with `02`.
 """
@@ -55,6 +59,36 @@ async def run(task: Task, session: Session, *, frozen: bool = False) -> Outcome:
     is_invalid = bool(infos[ours]["invalid_move"])
     reward = 1.0 if has_won else 0.1 * min(3, num_allowed)
     return Outcome(reward, {"won": float(has_won), "invalid": float(is_invalid)})
+
+
+async def duel(task: Task, session: Session) -> Outcome:
+    """Play one game of two policies. Each earns 1 for a win, or 0.1 for each allowed move,
+    0.3 at most.
+    """
+    game = ta.make("Nim-v0", piles=task.info["piles"])
+    game.reset(num_players=2, seed=task.seed % 2**32)
+    names = session.roles
+    players = [a_model(session.child(name).client, name) for name in names]
+    num_moves, num_allowed = [0, 0], [0, 0]
+    is_over = False
+    while not is_over:
+        seat, _ = game.get_observation()
+        piles = game.state.game_state["piles"]
+        said = await players[seat](piles)
+        num_moves[seat] += 1
+        num_allowed[seat] += is_allowed(said, piles)
+        is_over, _ = game.step(f"[{' '.join(said[:2])}]")
+    wins, _ = game.close()
+    rewards = dict[str, float]()
+    metrics = dict[str, float]()
+    for seat, name in enumerate(names):
+        has_won = wins[seat] > 0
+        metrics[f"won/{name}"] = float(has_won)
+        metrics[f"allowed/{name}"] = num_allowed[seat] / max(1, num_moves[seat])
+        # A game may end before the second player's first move.
+        if num_moves[seat]:
+            rewards[name] = 1.0 if has_won else 0.1 * min(3, num_allowed[seat])
+    return Outcome(None, metrics, rewards)
 
 
 def is_allowed(said: str, piles: list[int]) -> bool:
