@@ -20,6 +20,7 @@ NEEDS_PACKAGE = {
     "examples/harbor/numbers.yaml": "harbor",
     "examples/openenv/echo.yaml": "echo_env",
     "examples/openenv/learn.yaml": "openenv",
+    "examples/textarena/duel.yaml": "textarena",
     "examples/textarena/nim.yaml": "textarena",
     "examples/verifiers_env/calculator.yaml": "verifiers",
     "examples/nemo_gym/nemo_gym.yaml": "nemo_gym",
