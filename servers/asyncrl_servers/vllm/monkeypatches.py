@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,19 +324,31 @@ def patch_adapters() -> None:
 
 
 def patch_adapter_products() -> None:
-    """Give the CPU kernels one index for all rows, whose requests have one adapter.
+    """Compute two matrix products for the rows of each adapter on CPU.
 
-    vLLM 0.32 copies the adapter for each index, in float32: 64 prompts of SmolLM2-135M
-    held up all sampling for over a minute. With one index it is a matrix product.
+    vLLM 0.32 copies the adapter for each row, in float32: 64 prompts of SmolLM2-135M
+    held up all sampling for over a minute. It takes -1, the index of rows without an
+    adapter, for the last one.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    PunicaWrapperCPU.token_lora_indices = property(
-        lambda wrapper: wrapper._token_lora_indices[:1]
-    )
+    def add_lora_linear(
+        wrapper: Any,
+        output: torch.Tensor,
+        inputs: torch.Tensor,
+        lora_a: Sequence[torch.Tensor],
+        lora_b: Sequence[torch.Tensor],
+        scale: float,
+        widths: Sequence[int],
+        **_: object,
+    ) -> None:
+        indices = wrapper.token_lora_indices
+        parts = torch.split(output, [*widths], dim=-1)
+        for part, down, up in zip(parts, lora_a, lora_b, strict=True):
+            _add_products(part, inputs, down, up, scale, indices)
 
     def add_lora_logits(
-        wrapper: object,
+        wrapper: Any,
         logits_RV: torch.Tensor,
         states_RD: torch.Tensor,
         lora_a: torch.Tensor,
@@ -343,14 +356,34 @@ def patch_adapter_products() -> None:
         scale: float,
         **_: object,
     ) -> None:
+        indices = wrapper.sampler_indices
         # vLLM expects a row per request here, and dies of a prompt that wants a logprob
-        # for each of its tokens.
-        narrow_RR = scale * (states_RD.float() @ lora_a[0, 0].float().T)
-        added_RV = narrow_RR @ lora_b[0, 0].float().T
-        # The logits are padded.
-        logits_RV[:, : added_RV.shape[1]] += added_RV.to(logits_RV.dtype)
+        # for each of its tokens. Those are a view of the states of the step's tokens.
+        if states_RD.untyped_storage().nbytes() > states_RD.nbytes:
+            first = states_RD.storage_offset() // states_RD.shape[1]
+            indices = wrapper.token_lora_indices[first : first + len(states_RD)]
+        _add_products(logits_RV, states_RD, lora_a, lora_b, scale, indices)
 
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
+
+
+def _add_products(
+    output_RV: torch.Tensor,
+    inputs_RD: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scale: float,
+    indices_R: torch.Tensor,
+) -> None:
+    """`lora_a` [adapters, 1, rank, D] and `lora_b` [adapters, 1, V, rank]; the rest of
+    the output's columns are padding.
+    """
+    for index in set(indices_R.tolist()) - {-1}:
+        narrow_RR = scale * (inputs_RD.float() @ lora_a[index, 0].float().T)
+        narrow_RR[indices_R != index] = 0.0
+        added_RV = narrow_RR @ lora_b[index, 0].float().T
+        output_RV[:, : added_RV.shape[1]] += added_RV.to(output_RV.dtype)
 
 
 def patch_adapted_experts() -> None:
