@@ -82,7 +82,9 @@ def test_server_that_cannot_take_adapters_is_refused(tmp_path: Path) -> None:
         str(tmp_path), "float32", slots=4, max_length=64, end_ids=(2,), adapter_rank=8
     )
     said = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=False instead of True"
-    said += " and max_lora_rank=0 instead of 8 or more and max_loras=0 instead of 1 or more"
+    said += (
+        " and max_lora_rank=0 instead of 8 or more and max_loras=0 instead of 1 or more"
+    )
     with pytest.raises(ConfigError, match=said):
         check_settings("engine-0", info, needed)
     info["vllm_env"][LOADS_ADAPTERS] = True

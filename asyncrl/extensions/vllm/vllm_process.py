@@ -31,6 +31,7 @@ from asyncrl.messages.sampling import Decode
 
 if TYPE_CHECKING:
     from asyncrl.extensions.vllm.vllm_sampling import Segment
+    from asyncrl.extensions.vllm.vllm_server import Load
 
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
@@ -144,12 +145,14 @@ class ServedAdapter:
     """An adapter of a process; "" is the run's own, or all weights. The process has its
     version. `scale`: None for weights. `folder`: peft files on the server of what
     serves; "" for the base model. `is_open`: no commit holds new requests back.
+    `staged` waits for a commit.
     """
 
     scale: float | None = None
     digest: str = ""
     folder: str = ""
     is_open: bool = True
+    staged: Load | None = None
 
 
 ProcessState = Enum("ProcessState", "SERVING LOADING ASLEEP")
@@ -171,9 +174,8 @@ class VllmProcess(OpenAIScope):
         super().__init__(caller, version)
         self._mark = mark
         self.adapters = {"": ServedAdapter()}
-        self.max_adapters = 0
-        """Besides the run's own. Set when ready, like `max_rank`."""
-        self.max_rank = 0
+        self.lora = {"max_loras": 1, "max_lora_rank": 0}
+        """The server's limits. Set when ready."""
         self.state = ProcessState.SERVING
         self.asleep: set[EnginePart] = set()
         # False from the start of a sleep to its end: after a failed or cancelled one, the
@@ -215,8 +217,13 @@ class VllmProcess(OpenAIScope):
         version, _, mark = label.partition("~")
         return int(version) if version.isdecimal() and mark == self._mark else -1
 
-    def begin_load_nowait(self) -> None:
-        """Mark the weights as unknown until confirm_nowait."""
+    def begin_load_nowait(self, adapter: str) -> None:
+        """Mark an adapter's weights as unknown. The run's own adapter holds up all
+        requests until confirm_nowait.
+        """
+        if adapter:
+            self.versions.pop(adapter, None)
+            return
         self.state = ProcessState.LOADING
         for segment in self.sent_to(""):
             # From here its tokens may come from other weights, or from half a set. They
@@ -330,6 +337,11 @@ class VllmProcess(OpenAIScope):
                     self.name, f"{_RPC} {method}", 409, ErrorBody.model_validate(result)
                 )
         return results
+
+    def missing(self, adapter: str) -> ErrorBody:
+        what = f"adapter {adapter!r} has no weights here; open are {[*self.adapters]}"
+        way_out = "open the adapter, and push its weights."
+        return ErrorBody(error=what, way_out=way_out)
 
     async def tell_adapters(self) -> list[WorkerAnswer]:
         """Tell the workers which adapters are open."""
@@ -489,11 +501,9 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         check_settings(process.name, settings.root, needed)
         cache = settings.root["vllm_config"]["cache_config"]
         process.kv_tokens = cache["kv_cache_size_tokens"] or 0
-        lora = settings.root["vllm_config"].get("lora_config") or {}
         process.adapters[""].scale = needed.adapter_scale
         if process.has_adapters:
-            process.max_adapters = lora["max_loras"] - 1
-            process.max_rank = lora["max_lora_rank"]
+            process.lora = settings.root["vllm_config"]["lora_config"]
         workers = await process.tell_adapters()
         label = process.label_of(process.version)
         process.num_workers = len(workers)

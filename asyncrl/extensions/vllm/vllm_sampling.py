@@ -126,9 +126,7 @@ class Segment:
                 # label of the body belong together.
                 adapter = self.request.adapter
                 if adapter not in process.versions:
-                    what = f"adapter {adapter!r} has no weights here; open are {[*process.adapters]}"
-                    way_out = "open the adapter, and push its weights."
-                    missing = ErrorBody(error=what, way_out=way_out)
+                    missing = process.missing(adapter)
                     raise CallRefused(process.name, GENERATE, 404, missing)
                 self._version = process.versions[adapter]
                 self._folder = process.adapters[adapter].folder
@@ -334,13 +332,13 @@ class Segment:
     def _response(self) -> SegmentPart:
         """Return the tokens not reported yet. Raises EngineError."""
         spans: list[VersionSpan] = []
-        newest, labels = self.process.version, self._labels or []
         if self.request.adapter:
-            # vLLM's labels are those of the run's own. No other adapter is loaded
+            # vLLM's labels are those of the run's own. Another adapter is not loaded
             # before its requests have ended.
-            newest, own = self._version, self.process.label_of(self._version)
-            labels = [LabelSpan(version=own, start=0, end=len(self._token_ids))]
-        for label in labels:
+            known = self.process.label_of(self._version)
+            end = len(self._token_ids)
+            self._labels = [LabelSpan(version=known, start=0, end=end)]
+        for label in self._labels or []:
             # labels also cover tokens cut after a stop string
             end = min(label.end, len(self._token_ids))
             if label.start < end:
@@ -355,13 +353,16 @@ class Segment:
             or not is_labelled
             or any(span.version < 0 for span in spans)
         ):
-            told = [(label.start, label.end, label.version) for label in labels]
+            labels = [
+                (label.start, label.end, label.version) for label in self._labels or []
+            ]
             what = f"answered request {self.request.request_id} with finish_reason {self._finish}, "
-            what += f"{len(self._token_ids)} tokens and labels {told}"
+            what += f"{len(self._token_ids)} tokens and labels {labels}"
             rule = "vLLM reports an answer's end and the label of each token; one run sets the labels"
             way_out = "use vLLM 0.32 or 0.33, and give each run its own servers."
             raise EngineError(self.process.name, what, rule=rule, way_out=way_out)
         answer = self._part(spans, self._finish)
+        newest = max(self._version, self.process.version)
         self._check.accept(answer, newest=newest)
         return answer
 

@@ -194,9 +194,9 @@ async def check_canary(load: Load, limit: float | None) -> None:
     most, median_most = canary_limits(canary, limit)
     is_near = next_gap <= most and prompt_gap <= most and median <= median_most
     # vLLM's labels are those of the run's own adapter.
-    is_labelled = labels == [label, label] or bool(load.adapter)
+    is_mislabelled = not load.adapter and labels != [label, label]
     # `not` a comparison with <=: NaN agrees with nothing.
-    if not is_labelled or not is_near:
+    if is_mislabelled or not is_near:
         what = f"does not compute with policy_version {version}: labels {labels}, not {label}; "
         what += f"the next token's logprob differs by {next_gap:.6f}, the prompt's by "
         what += f"{prompt_gap:.6f} on average"
@@ -243,9 +243,8 @@ class VllmServer(EngineClient):
         self._scope = self._process = VllmProcess(
             self._caller, self._start_version, self.needed.mark
         )
-        self._staged: dict[str, Load] = {}
-        """By adapter, like `_unchecked`."""
         self._unchecked: dict[str, Load] = {}
+        """By adapter."""
 
     async def ready(self, timeout_s: float) -> api.EngineHealth:
         """Wait until the server is configured and warmed up. Raises ConfigError,
@@ -307,24 +306,23 @@ class VllmServer(EngineClient):
         )
 
     async def prepare(self, manifest: ExportResponse) -> str:
-        self._adapter(manifest.adapter)
+        served = self._adapter(manifest.adapter)
         # If staging fails, a commit must not find the version before.
-        self._staged.pop(manifest.adapter, None)
+        served.staged = None
         load = load_of(self._process, manifest, self._group)
         with reading(manifest):
             async with self._process.calls():
                 digest = await load.stage()
-        self._staged[manifest.adapter] = load
+        served.staged = load
         return digest
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         process = self._process
-        self._adapter(chunk.adapter)
-        self._staged.pop(chunk.adapter, None)
+        served = self._adapter(chunk.adapter)
+        served.staged = None
         # A chunk overwrites weights at once, so from the first one on they belong to no
-        # version. Those of an adapter are collected.
-        if not chunk.adapter:
-            process.begin_load_nowait()
+        # version.
+        process.begin_load_nowait(chunk.adapter)
         request = api.LoadChunkRequest.model_validate(
             chunk, from_attributes=True
         ).model_dump()
@@ -333,7 +331,7 @@ class VllmServer(EngineClient):
         if chunk.is_last:
             names = {"adapter", "version", "path", "num_tensors", "num_bytes", "canary"}
             whole = chunk.model_dump(include=names)
-            self._staged[chunk.adapter] = ChunksLoad(
+            served.staged = ChunksLoad(
                 process, ExportResponse(**whole, digest=chunk.whole_digest)
             )
         return str(workers[0]["digest"])
@@ -344,7 +342,7 @@ class VllmServer(EngineClient):
         """Return once the canary agrees, or a sleeping engine has the weights."""
         process = self._process
         served = self._adapter(adapter)
-        load = self._staged.pop(adapter, None)
+        load, served.staged = served.staged, None
         answer = api.CommitResponse(
             version=version, digest=digest, pause_s=0.0, num_interrupted=0
         )
@@ -388,12 +386,11 @@ class VllmServer(EngineClient):
 
     async def open_adapter(self, request: api.OpenAdapterRequest) -> api.OpenAdapters:
         process, name = self._process, request.adapter
-        opened, most = process.adapters, process.max_adapters
-        is_small = request.rank <= process.max_rank
-        if name in opened or len(opened) > most or not is_small:
+        opened = process.adapters
+        num, rank = (process.lora[key] for key in ("max_loras", "max_lora_rank"))
+        if name in opened or len(opened) >= num or request.rank > rank:
             what = f"cannot open adapter {name!r} of rank {request.rank}: open are {[*opened]}"
-            rule = f"this server has {most} adapters besides the run's own, with different names and "
-            rule += f"ranks up to {process.max_rank}"
+            rule = f"names differ, and this server has max_loras={num} and max_lora_rank={rank}"
             way_out = "drop one, choose a smaller rank, or set rollout.engine=embedded."
             raise EngineError(self.name, what, rule=rule, way_out=way_out)
         opened[name] = ServedAdapter(request.scale)
@@ -405,8 +402,8 @@ class VllmServer(EngineClient):
         process = self._process
         folder = self._adapter(adapter).folder
         del process.adapters[adapter]
-        for table in (process.versions, self._staged, self._unchecked):
-            table.pop(adapter, None)
+        process.versions.pop(adapter, None)
+        self._unchecked.pop(adapter, None)
         requests = [one.request for one in process.segments.values()]
         await self.abort([one.request_id for one in requests if one.adapter == adapter])
         async with process.calls():
@@ -419,11 +416,10 @@ class VllmServer(EngineClient):
 
     def _adapter(self, name: str) -> ServedAdapter:
         """Raises EngineError for an adapter that is not open."""
-        opened = self._process.adapters
-        if name not in opened:
-            what = f"has no adapter {name!r}; open are {[*opened]}"
-            raise EngineError(self.name, what, way_out="open the adapter.")
-        return opened[name]
+        if name not in self._process.adapters:
+            said = self._process.missing(name)
+            raise EngineError(self.name, said.error, way_out=said.way_out)
+        return self._process.adapters[name]
 
     async def sleep(self) -> api.TransferStats:
         """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory
@@ -539,16 +535,12 @@ class VllmServer(EngineClient):
         )
 
     async def _load(self, process: VllmProcess, load: Load) -> None:
-        if load.adapter:
-            # If the load fails, the adapter has no weights.
-            process.versions.pop(load.adapter, None)
-            await load.load()
-            return
         # Before the first byte: an answer that arrives during the load must not be
         # trusted.
-        process.begin_load_nowait()
+        process.begin_load_nowait(load.adapter)
         await load.load()
-        await process.set_label(process.label_of(load.version))
+        if not load.adapter:
+            await process.set_label(process.label_of(load.version))
 
     async def _resume(self, process: VllmProcess) -> None:
         """Resume, with one retry: vLLM closes the connection after a 500 (uvicorn),

@@ -40,7 +40,7 @@ class VllmSpec(EngineSpec):
     returns_supports: bool = False
     """Return each token's support (rollout.top_p, top_k and min_p)."""
     max_adapters: int = Field(default=0, ge=0)
-    """Adapters that are opened besides the run's own."""
+    """Adapters that may be opened besides the run's own, which `adapters` makes."""
     max_rank: int = Field(default=0, ge=0)
     """Largest rank of them, if it is larger than that of the run's own."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -135,9 +135,9 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     if spec.adapters is not None:
         needed = max(spec.adapters.rank, spec.max_rank)
         rank = next((most for most in LORA_RANKS if most >= needed), needed)
-        ours |= {"enable_lora": True, "max_lora_rank": rank}
-        # All of them in one step; as many stay in vLLM's host memory.
-        ours["max_loras"] = 1 + spec.max_adapters
+        # All in one step. As many stay in host memory (max_cpu_loras).
+        num_adapters = 1 + spec.max_adapters
+        ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": num_adapters}
     config = read_config(folder)
     if overrides := _overrides(folder, config):
         given["hf_overrides"] = {**overrides, **given.get("hf_overrides", {})}
@@ -212,16 +212,12 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def check_start(spec: VllmSpec) -> None:
-    """Raise Refused for the wrong build or adapters, before the slow import."""
+    """Raise Refused for the wrong build, before the slow import."""
     built_for = "cpu" if is_cpu_build() else "cuda"
     if spec.device not in ("auto", built_for):
         what = f"{spec.name} is to run on {spec.device}, the vLLM of {sys.executable} is for {built_for}"
         way_out = "install the other build (`make setup-vllm`: CPU), or name it in rollout.vllm_python."
         raise Refused(400, what, way_out=way_out)
-    if spec.max_adapters and spec.adapters is None:
-        rule = "other adapters are added to weights that no push changes"
-        what = f"max_adapters={spec.max_adapters} without adapters"
-        raise Refused(400, what, rule=rule)
 
 
 def is_cpu_build() -> bool:

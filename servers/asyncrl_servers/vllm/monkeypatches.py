@@ -324,28 +324,33 @@ def patch_adapters() -> None:
 
 
 def patch_adapter_products() -> None:
-    """Compute two matrix products for the rows of each adapter on CPU.
+    """Compute two matrix products per adapter on CPU.
 
     vLLM 0.32 copies the adapter for each row, in float32: 64 prompts of SmolLM2-135M
-    held up all sampling for over a minute. It takes -1, the index of rows without an
-    adapter, for the last one.
+    held up all sampling for over a minute. And it takes -1, the index of rows without
+    an adapter, for the last adapter.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     def add_lora_linear(
         wrapper: Any,
         output: torch.Tensor,
-        inputs: torch.Tensor,
+        inputs_RD: torch.Tensor,
         lora_a: Sequence[torch.Tensor],
         lora_b: Sequence[torch.Tensor],
         scale: float,
         widths: Sequence[int],
-        **_: object,
+        **more: Any,
     ) -> None:
-        indices = wrapper.token_lora_indices
-        parts = torch.split(output, [*widths], dim=-1)
-        for part, down, up in zip(parts, lora_a, lora_b, strict=True):
-            _add_products(part, inputs, down, up, scale, indices)
+        indices_R = more.get("indices", wrapper.token_lora_indices)
+        parts = torch.split(output, [*widths], dim=1)
+        for index in set(indices_R.tolist()) - {-1}:
+            for part_RV, down, up in zip(parts, lora_a, lora_b, strict=True):
+                narrow = scale * (inputs_RD.float() @ down[index, 0].float().T)
+                narrow[indices_R != index] = 0.0
+                added = narrow @ up[index, 0].float().T
+                # Logits are padded.
+                part_RV[:, : added.shape[1]] += added.to(part_RV.dtype)
 
     def add_lora_logits(
         wrapper: Any,
@@ -356,34 +361,17 @@ def patch_adapter_products() -> None:
         scale: float,
         **_: object,
     ) -> None:
-        indices = wrapper.sampler_indices
+        indices_R = wrapper.sampler_indices
         # vLLM expects a row per request here, and dies of a prompt that wants a logprob
         # for each of its tokens. Those are a view of the states of the step's tokens.
         if states_RD.untyped_storage().nbytes() > states_RD.nbytes:
             first = states_RD.storage_offset() // states_RD.shape[1]
-            indices = wrapper.token_lora_indices[first : first + len(states_RD)]
-        _add_products(logits_RV, states_RD, lora_a, lora_b, scale, indices)
+            indices_R = wrapper.token_lora_indices[first : first + len(states_RD)]
+        shapes = (lora_a,), (lora_b,), scale, logits_RV.shape[1:]
+        add_lora_linear(wrapper, logits_RV, states_RD, *shapes, indices=indices_R)
 
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
-
-
-def _add_products(
-    output_RV: torch.Tensor,
-    inputs_RD: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    scale: float,
-    indices_R: torch.Tensor,
-) -> None:
-    """`lora_a` [adapters, 1, rank, D] and `lora_b` [adapters, 1, V, rank]; the rest of
-    the output's columns are padding.
-    """
-    for index in set(indices_R.tolist()) - {-1}:
-        narrow_RR = scale * (inputs_RD.float() @ lora_a[index, 0].float().T)
-        narrow_RR[indices_R != index] = 0.0
-        added_RV = narrow_RR @ lora_b[index, 0].float().T
-        output_RV[:, : added_RV.shape[1]] += added_RV.to(output_RV.dtype)
 
 
 def patch_adapted_experts() -> None:
