@@ -81,15 +81,18 @@ def test_server_that_cannot_take_adapters_is_refused(tmp_path: Path) -> None:
     needed = VllmRequirements(
         str(tmp_path), "float32", slots=4, max_length=64, end_ids=(2,), adapter_rank=8
     )
-    said = "max_loras=None instead of 1 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=False"
-    with pytest.raises(ConfigError, match=f"{said}.*max_lora_rank=0 instead of 8"):
+    said = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=False instead of True"
+    said += (
+        " and max_lora_rank=0 instead of 8 or more and max_loras=0 instead of 1 or more"
+    )
+    with pytest.raises(ConfigError, match=said):
         check_settings("engine-0", info, needed)
     info["vllm_env"][LOADS_ADAPTERS] = True
     info["vllm_config"]["lora_config"] = {"max_lora_rank": 16, "max_loras": 2}
-    with pytest.raises(ConfigError, match="has max_loras=2 instead of 1"):
-        check_settings("engine-0", info, needed)
-    info["vllm_config"]["lora_config"]["max_loras"] = 1
     check_settings("engine-0", info, needed)
+    several = replace(needed, max_adapters=2)
+    with pytest.raises(ConfigError, match="has max_loras=2 instead of 3 or more"):
+        check_settings("engine-0", info, several)
 
 
 def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> None:

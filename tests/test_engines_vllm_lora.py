@@ -168,18 +168,24 @@ class Largest(TorchDispatchMode):
 
 patch_adapter_products()
 rows = torch.randn(ROWS, WIDTHS[0])
-pairs = [(torch.randn(1, 1, RANK, WIDTHS[0]), torch.randn(1, 1, width, RANK)) for width in WIDTHS[1:]]
-changes = [SCALE * (rows @ A[0, 0].T) @ B[0, 0].T for A, B in pairs]
+pairs = [(torch.randn(2, 1, RANK, WIDTHS[0]), torch.randn(2, 1, width, RANK)) for width in WIDTHS[1:]]
 base = torch.randn(ROWS, sum(WIDTHS[1:]))
-for is_prefill in (True, False):
+for ids in ((7,), (9, 0, 7)):
+    # Number 0 has no adapter; 9 is in the first place, and 7 in the second.
+    numbers = tuple(number for number in ids for _ in range(ROWS // len(ids)))
     wrapper = PunicaWrapperCPU(ROWS, 4, "cpu")
-    mapping = LoRAMapping((7,) * ROWS, (7,), is_prefill)
-    wrapper.update_metadata(mapping, [7], 1, 100)
+    wrapper.update_metadata(LoRAMapping(numbers, ids, True), [9, 7], 2, 100)
     found = base.clone()
     with Largest() as largest:
         wrapper.add_lora_linear(found, rows, *zip(*pairs), SCALE, WIDTHS[1:])
     assert largest.size <= ROWS * max(WIDTHS), largest.size
-    assert torch.allclose(found, base + torch.cat(changes, 1), atol=1e-4)
+    expected = base.clone()
+    for at, number in enumerate((9, 7)):
+        chosen = torch.tensor(numbers) == number
+        changes = [SCALE * (rows[chosen] @ A[at, 0].T) @ B[at, 0].T for A, B in pairs]
+        expected[chosen] += torch.cat(changes, 1)
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.equal(found[torch.tensor(numbers) == 0], base[torch.tensor(numbers) == 0])
 """
 
 

@@ -208,6 +208,8 @@ class EngineClient(ServerClient):
     - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights;
       return the digest.
+    - open_adapter: make room for an adapter, which a push then brings. drop_adapter:
+      forget it; its requests end as aborted. Both return the names of all.
     - sleep, wake: interrupt requests and free all memory; allocate these parts again.
       Idempotent. Requests wait until all parts are awake and a push is committed.
 
@@ -270,8 +272,14 @@ class EngineClient(ServerClient):
     async def prepare(self, manifest: ExportResponse) -> str: ...
     @abstractmethod
     async def commit(
-        self, version: int, digest: str, interrupt: api.Interrupt
+        self, version: int, digest: str, interrupt: api.Interrupt, adapter: str = ""
     ) -> api.CommitResponse: ...
+    @abstractmethod
+    async def open_adapter(
+        self, request: api.OpenAdapterRequest
+    ) -> api.OpenAdapters: ...
+    @abstractmethod
+    async def drop_adapter(self, adapter: str) -> api.OpenAdapters: ...
     @abstractmethod
     async def sleep(self) -> api.TransferStats: ...
     @abstractmethod
@@ -392,14 +400,12 @@ class EngineServer(EngineClient):
         return answer
 
     async def open_adapter(self, request: api.OpenAdapterRequest) -> api.OpenAdapters:
-        """Make room for an adapter, which a push then brings."""
         answer = await self.post("/open_adapter", request, api.OpenAdapters)
         # An adapter that was dropped and opened again has no version.
         self._scope.versions.pop(request.adapter, None)
         return answer
 
     async def drop_adapter(self, adapter: str) -> api.OpenAdapters:
-        """Forget an adapter; its requests end as aborted."""
         request = api.DropAdapterRequest(adapter=adapter)
         return await self.post("/drop_adapter", request, api.OpenAdapters)
 

@@ -152,7 +152,9 @@ def packages_for(folder: Path) -> Path:
 
 
 @contextmanager
-def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
+def vllm_process(
+    spec: dict[str, Any], folder: Path, port: int = 0
+) -> Iterator[VllmProcess]:
     """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log.
     Its whole group is ended at the end. It is not waited for: see wait_ready.
     """
@@ -163,7 +165,7 @@ def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
     packages = packages_for(folder)
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with (
-        socket.create_server(("127.0.0.1", 0), backlog=512) as listener,
+        socket.create_server(("127.0.0.1", port), backlog=512) as listener,
         log.open("wb") as output,
     ):
         fd = listener.fileno()

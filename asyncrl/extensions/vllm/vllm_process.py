@@ -31,6 +31,7 @@ from asyncrl.messages.sampling import Decode
 
 if TYPE_CHECKING:
     from asyncrl.extensions.vllm.vllm_sampling import Segment
+    from asyncrl.extensions.vllm.vllm_server import Load
 
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
@@ -139,35 +140,47 @@ def vllm_request(
     }
 
 
-ProcessState = Enum("ProcessState", "SERVING PAUSED LOADING ASLEEP")
-"""PAUSED: a commit holds new requests back."""
+@dataclass(eq=False, slots=True)
+class ServedAdapter:
+    """An adapter of a process; "" is the run's own, or all weights. The process has its
+    version. `scale`: None for weights. `folder`: peft files on the server of what
+    serves; "" for the base model. `is_open`: no commit holds new requests back.
+    `staged` waits for a commit.
+    """
+
+    scale: float | None = None
+    digest: str = ""
+    folder: str = ""
+    is_open: bool = True
+    staged: Load | None = None
+
+
+ProcessState = Enum("ProcessState", "SERVING LOADING ASLEEP")
 
 
 class VllmProcess(OpenAIScope):
     """vLLM process of a server.
 
-    Life: `state` is SERVING -> PAUSED -> LOADING -> SERVING, once checked; or ASLEEP. A
-        process that fails while loading is cut.
+    Life: `state` is SERVING -> LOADING -> SERVING, once checked; or ASLEEP. A process
+        that fails while loading is cut. A push of another adapter than the run's own
+        does not change it.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a
         load began; `changed` wakes both.
-    Invariant: a segment is sent only under `label` while `version` serves. No token of
-        a failed load is passed on.
+    Invariant: a segment is sent only under the label of its adapter's version, while
+        that serves. No token of a failed load is passed on.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str) -> None:
         super().__init__(caller, version)
         self._mark = mark
-        self.label = self.label_of(version)
-        self.digest = ""
+        self.adapters = {"": ServedAdapter()}
+        self.lora = {"max_loras": 1, "max_lora_rank": 0}
+        """The server's limits. Set when ready."""
         self.state = ProcessState.SERVING
         self.asleep: set[EnginePart] = set()
         # False from the start of a sleep to its end: after a failed or cancelled one, the
         # next sleep asks vLLM again.
         self.is_sleep_sure = True
-        self.has_adapters = False
-        """Pushes are of adapters. Set when ready."""
-        self.model: str | None = None
-        """Serving adapter; None: the base model."""
         self.vocab_size: float = math.inf
         """Ids are 0..vocab_size - 1. Set when ready."""
         self.num_workers = 1
@@ -188,6 +201,14 @@ class VllmProcess(OpenAIScope):
             if one.is_sent and not one.answered.is_set()
         ]
 
+    @property
+    def has_adapters(self) -> bool:
+        """Pushes are of adapters. Known when ready."""
+        return self.adapters[""].scale is not None
+
+    def sent_to(self, adapter: str) -> list[Segment]:
+        return [one for one in self.sent if one.request.adapter == adapter]
+
     def label_of(self, version: int) -> str:
         return f"{version}~{self._mark}"  # vLLM allows no @ in a salt
 
@@ -196,10 +217,15 @@ class VllmProcess(OpenAIScope):
         version, _, mark = label.partition("~")
         return int(version) if version.isdecimal() and mark == self._mark else -1
 
-    def begin_load_nowait(self) -> None:
-        """Mark the weights as unknown until confirm_nowait."""
+    def begin_load_nowait(self, adapter: str) -> None:
+        """Mark an adapter's weights as unknown. The run's own adapter holds up all
+        requests until confirm_nowait.
+        """
+        if adapter:
+            self.versions.pop(adapter, None)
+            return
         self.state = ProcessState.LOADING
-        for segment in self.sent:
+        for segment in self.sent_to(""):
             # From here its tokens may come from other weights, or from half a set. They
             # wait in wait_settled until the canary has agreed, or are lost with the
             # process.
@@ -210,11 +236,17 @@ class VllmProcess(OpenAIScope):
         self.changed.notify()
 
     async def wait_open(self, segment: Segment) -> None:
-        """Wait until the segment may be sent, or is aborted."""
+        """Wait until the segment may be sent, or is aborted, or has no adapter."""
+        adapters, name = self.adapters, segment.request.adapter
         await self.changed.wait_for(
             lambda: (
                 segment.is_aborted
-                or (self.state is ProcessState.SERVING and not self.asleep)
+                or name not in adapters
+                or (
+                    self.state is ProcessState.SERVING
+                    and not self.asleep
+                    and adapters[name].is_open
+                )
             )
         )
         # In the same step as the check: a commit that begins now finds this segment
@@ -306,6 +338,28 @@ class VllmProcess(OpenAIScope):
                 )
         return results
 
+    def missing(self, adapter: str) -> ErrorBody:
+        what = f"adapter {adapter!r} has no weights here; open are {[*self.adapters]}"
+        way_out = "open the adapter, and push its weights."
+        return ErrorBody(error=what, way_out=way_out)
+
+    async def tell_adapters(self) -> list[WorkerAnswer]:
+        """Tell the workers which adapters are open."""
+        scales = {name: one.scale for name, one in self.adapters.items()}
+        return await self.rpc("facts", scales=scales if self.has_adapters else {})
+
+    async def load_adapter(self, adapter: str, folder: str) -> None:
+        """Load a version in the place of the one before."""
+        request = {
+            # The name stays the same over all versions, so requests need no new one.
+            "lora_name": lora_name(adapter),
+            # A folder per version, by which vLLM's prefix cache knows them apart.
+            "lora_path": folder,
+            "load_inplace": True,
+        }
+        await self.tell("/v1/load_lora_adapter", request)
+        await self.rpc("check_adapter", adapter=adapter)
+
     async def set_label(self, label: str) -> None:
         await self.tell("/update_weight_version", {"new_version": label})
 
@@ -341,12 +395,17 @@ class VllmProcess(OpenAIScope):
         }
 
 
+def lora_name(adapter: str) -> str:
+    return f"policy-adapter:{adapter}"
+
+
 @dataclass(frozen=True, slots=True)
 class VllmRequirements:
     """Requirements of the run.
 
     `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for
-    stop strings. `stays`: keeps its memory during sleep. `canary_limit` in nats; None:
+    stop strings. `stays`: keeps its memory during sleep. `adapter_rank`: the largest;
+    0: no adapters. `max_adapters`: besides the run's own. `canary_limit` in nats; None:
     from the canary's noise. `decode`: for stop strings across two segments. `mark`: in
     all labels; tokens of other runs raise EngineError.
     """
@@ -360,6 +419,7 @@ class VllmRequirements:
     stays: bool = False
     adapter_rank: int = 0
     adapter_scale: float | None = None
+    max_adapters: int = 0
     returns_routing: bool = False
     returns_supports: bool = False
     canary_limit: float | None = None
@@ -380,6 +440,7 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     """Raise ConfigError if settings differ."""
     config = info["vllm_config"]
     model = config["model_config"]
+    lora = config.get("lora_config") or {}
     # These change tokens or logprobs: the run would train on wrong numbers without any
     # error. vLLM's default logprobs_mode is before temperature and top_p.
     equal: dict[str, tuple[object, object]] = {
@@ -395,10 +456,7 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     at_least = {
         "max_model_len": (model["max_model_len"], needed.max_length),
         "max_num_seqs": (config["scheduler_config"]["max_num_seqs"], needed.slots),
-        "max_lora_rank": (
-            (config.get("lora_config") or {}).get("max_lora_rank", 0),
-            needed.adapter_rank,
-        ),
+        "max_lora_rank": (lora.get("max_lora_rank", 0), needed.adapter_rank),
         _ROUTING: (
             bool(config.get("aux_output_config", {}).get(_ROUTING)),
             needed.returns_routing,
@@ -410,8 +468,8 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
         ),
     }
     if needed.adapter_rank:
-        # Else a push finds no route, or another adapter beside its own.
-        equal["max_loras"] = ((config.get("lora_config") or {}).get("max_loras"), 1)
+        # Else a push finds no route, and adapters wait for each other.
+        at_least["max_loras"] = (lora.get("max_loras", 0), 1 + needed.max_adapters)
         may_load = info.get("vllm_env", {}).get(LOADS_ADAPTERS)
         equal[LOADS_ADAPTERS] = (bool(may_load), True)
     if has_length_dependent_rope(Path(needed.model_path)):
@@ -443,14 +501,17 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         check_settings(process.name, settings.root, needed)
         cache = settings.root["vllm_config"]["cache_config"]
         process.kv_tokens = cache["kv_cache_size_tokens"] or 0
-        process.has_adapters = needed.adapter_scale is not None
-        workers = await process.rpc("facts", adapter_scale=needed.adapter_scale)
+        process.adapters[""].scale = needed.adapter_scale
+        if process.has_adapters:
+            process.lora = settings.root["vllm_config"]["lora_config"]
+        workers = await process.tell_adapters()
+        label = process.label_of(process.version)
         process.num_workers = len(workers)
         process.vocab_size = min(worker["vocab_size"] for worker in workers)
         await process.tell("/resume")  # an earlier run may have paused it and died
         counts = await process.counts(timeout_s=None)
         process.num_uncounted = int(counts["num_preempted"])
-        await process.set_label(process.label)
+        await process.set_label(label)
         # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
         # Without top_p: on CUDA it would compile a large kernel that few runs use.
         sampling = {
@@ -461,7 +522,7 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         }
         await process.tell(
             GENERATE,
-            vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling),
+            vllm_request([1, 2, 3], "warm-up", label, None, **sampling),
         )
     except CallRefused as refusal:
         # A wrong key, or routes that only VLLM_SERVER_DEV_MODE opens: a server that was

@@ -28,6 +28,7 @@ from asyncrl.extensions.vllm.vllm_process import (
     TopLogprob,
     VllmProcess,
     VllmRequirements,
+    lora_name,
     vllm_request,
 )
 from asyncrl.messages.codec import request_fault
@@ -66,12 +67,6 @@ def check_request(
             error=f"temperature {request.temperature}",
             rule=f"vLLM samples at {_MIN_TEMPERATURE} instead of less",
             way_out=f"set rollout.temperature or eval.temperature to {_MIN_TEMPERATURE} or more.",
-        )
-    if request.adapter:
-        fault = fault or ErrorBody(
-            error=f"adapter {request.adapter!r}",
-            rule="vLLM serves only the adapter of the run",
-            way_out="set rollout.engine=embedded.",
         )
     if fault:
         what = f"{process.name} refused request {request.request_id}: {fault.error}"
@@ -127,16 +122,28 @@ class Segment:
                 await process.wait_open(self)
                 if not self.is_sent:
                     return self._part([], "abort")
-                # Read in the same step in which wait_open let it pass, so version,
-                # label and adapter of the body belong together.
-                self._version = process.version
+                # Read in the same step in which wait_open let it pass, so version and
+                # label of the body belong together.
+                adapter = self.request.adapter
+                if adapter not in process.versions:
+                    missing = process.missing(adapter)
+                    raise CallRefused(process.name, GENERATE, 404, missing)
+                self._version = process.versions[adapter]
+                self._folder = process.adapters[adapter].folder
                 self._check = SegmentCheck(
                     process.name,
                     self.request,
                     oldest=self._version,
                     has_supports=self._has_supports,
                 )
-                await self._ask()
+                try:
+                    await self._ask()
+                except CallRefused as refusal:
+                    if refusal.status != 404 or not self._folder:
+                        raise
+                    # Another client has unloaded the adapter.
+                    await process.load_adapter(adapter, self._folder)
+                    await self._ask()
                 # A commit waits for this in end(). It must come before wait_settled,
                 # which waits for that commit.
                 self.answered.set()
@@ -150,7 +157,9 @@ class Segment:
                     return self._part([], "abort")
                 error = await process.error_of(refusal)
                 # Errors of the server, not of this request.
-                if isinstance(error, EngineLost) or refusal.status in (401, 403, 404):
+                if refusal.status == 404 and self.request.adapter:
+                    process.versions.pop(self.request.adapter, None)
+                elif isinstance(error, EngineLost) or refusal.status in (401, 403, 404):
                     raise error from refusal
                 raise refused(process.name, self.request, refusal) from refusal
             finally:
@@ -225,10 +234,9 @@ class Segment:
             # They are part of the prompt for vLLM, but of the answer for its grammar
             # and its penalties.
             sampling["extra_args"] = {"num_resumed": request.num_resumed}
-        process = self.process
-        return vllm_request(
-            ids_of(request), self.wire_id, process.label, process.model, **sampling
-        )
+        label = self.process.label_of(self._version)
+        model = lora_name(request.adapter) if self._folder else None
+        return vllm_request(ids_of(request), self.wire_id, label, model, **sampling)
 
     def _add(self, part: Generated) -> None:
         for choice in part.choices:
@@ -324,6 +332,12 @@ class Segment:
     def _response(self) -> SegmentPart:
         """Return the tokens not reported yet. Raises EngineError."""
         spans: list[VersionSpan] = []
+        if self.request.adapter:
+            # vLLM's labels are those of the run's own. Another adapter is not loaded
+            # before its requests have ended.
+            known = self.process.label_of(self._version)
+            end = len(self._token_ids)
+            self._labels = [LabelSpan(version=known, start=0, end=end)]
         for label in self._labels or []:
             # labels also cover tokens cut after a stop string
             end = min(label.end, len(self._token_ids))
@@ -348,7 +362,8 @@ class Segment:
             way_out = "use vLLM 0.32 or 0.33, and give each run its own servers."
             raise EngineError(self.process.name, what, rule=rule, way_out=way_out)
         answer = self._part(spans, self._finish)
-        self._check.accept(answer, newest=self.process.version)
+        newest = max(self._version, self.process.version)
+        self._check.accept(answer, newest=newest)
         return answer
 
     def _experts(self) -> npt.NDArray[np.uint16] | None:

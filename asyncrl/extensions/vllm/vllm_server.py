@@ -21,9 +21,11 @@ from asyncrl.extensions.vllm.vllm_process import (
     GENERATE,
     Generated,
     ProcessState,
+    ServedAdapter,
     VllmProcess,
     VllmRequirements,
     WorkerAnswer,
+    lora_name,
     make_ready,
     vllm_request,
 )
@@ -33,7 +35,6 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import Canary, ExportChunkResponse, ExportResponse
 
-ADAPTER = "policy-adapter"
 NOISE_FACTOR, OUTLIER_FACTOR = 3.0, 64.0
 """weight_sync.canary_limit=auto: multiples of the trainer's rounding noise, for the
 median, and for the mean and the next token, which a rounded expert choice can move far.
@@ -64,6 +65,7 @@ class Load:
     def __init__(self, process: VllmProcess, manifest: ExportResponse) -> None:
         self.process = process
         self.manifest = manifest
+        self.adapter = manifest.adapter
         self.version = manifest.version
         self.digest = manifest.digest
         self.staged = WorkerAnswer()
@@ -71,12 +73,13 @@ class Load:
     @property
     def model(self) -> str | None:
         """VLLM's name of the model that serves afterwards; None: the base model."""
-        return ADAPTER if self.process.has_adapters else None
+        return lora_name(self.adapter) if self.process.has_adapters else None
 
     async def stage(self) -> str:
         """Return the digest. Poll: a blocking call would stop generation."""
         wait_s = _ASK_AGAIN_S
         names = {
+            "adapter",
             "version",
             "path",
             "digest",
@@ -102,33 +105,21 @@ class Load:
     async def load(self) -> None:
         await self.put()
         if self.process.has_adapters:
-            await self._load_adapter()
+            # Each worker has written the same adapter.
+            await self.process.load_adapter(self.adapter, self.staged["folder"])
 
     async def put(self) -> None:
         """Bring the weights into the model, or adapters into the folder of `staged`."""
         if not self.process.has_adapters:
             await self.process.rpc("load", version=self.version, digest=self.digest)
 
-    async def _load_adapter(self) -> None:
-        # A folder per version, by which vLLM's prefix cache knows adapters apart. Each
-        # worker has written the same adapter.
-        adapter = {
-            "lora_name": ADAPTER,
-            "lora_path": self.staged["folder"],
-            # The name stays the same over all versions, so requests need no new one.
-            "load_inplace": True,
-        }
-        await self.process.tell("/v1/load_lora_adapter", adapter)
-        await self.process.rpc("check_adapter", version=self.version)
-
 
 class ChunksLoad(Load):
     """A colocated push, whose chunks are loaded already."""
 
     async def put(self) -> None:
-        workers = await self.process.rpc(
-            "finish_chunks", version=self.version, digest=self.digest
-        )
+        whole = self.manifest.model_dump(include={"adapter", "version", "digest"})
+        workers = await self.process.rpc("finish_chunks", **whole)
         self.staged = workers[0]
 
 
@@ -146,7 +137,7 @@ class BroadcastLoad(Load):
 
     async def put(self) -> None:
         announced = self.manifest.model_dump(
-            include={"version", "digest", "num_tensors", "num_bytes"}
+            include={"adapter", "version", "digest", "num_tensors", "num_bytes"}
         )
 
         async def take(member: api.GroupMember) -> None:
@@ -202,8 +193,10 @@ async def check_canary(load: Load, limit: float | None) -> None:
     prompt_gap, median = float(gaps.mean()), float(np.median(gaps))
     most, median_most = canary_limits(canary, limit)
     is_near = next_gap <= most and prompt_gap <= most and median <= median_most
+    # vLLM's labels are those of the run's own adapter.
+    is_mislabelled = not load.adapter and labels != [label, label]
     # `not` a comparison with <=: NaN agrees with nothing.
-    if labels != [label, label] or not is_near:
+    if is_mislabelled or not is_near:
         what = f"does not compute with policy_version {version}: labels {labels}, not {label}; "
         what += f"the next token's logprob differs by {next_gap:.6f}, the prompt's by "
         what += f"{prompt_gap:.6f} on average"
@@ -250,8 +243,8 @@ class VllmServer(EngineClient):
         self._scope = self._process = VllmProcess(
             self._caller, self._start_version, self.needed.mark
         )
-        self._staged: Load | None = None
-        self._unchecked: Load | None = None
+        self._unchecked: dict[str, Load] = {}
+        """By adapter."""
 
     async def ready(self, timeout_s: float) -> api.EngineHealth:
         """Wait until the server is configured and warmed up. Raises ConfigError,
@@ -313,47 +306,49 @@ class VllmServer(EngineClient):
         )
 
     async def prepare(self, manifest: ExportResponse) -> str:
+        served = self._adapter(manifest.adapter)
         # If staging fails, a commit must not find the version before.
-        self._staged = None
+        served.staged = None
         load = load_of(self._process, manifest, self._group)
         with reading(manifest):
             async with self._process.calls():
                 digest = await load.stage()
-        self._staged = load
+        served.staged = load
         return digest
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         process = self._process
-        self._staged = None
+        served = self._adapter(chunk.adapter)
+        served.staged = None
         # A chunk overwrites weights at once, so from the first one on they belong to no
         # version.
-        process.begin_load_nowait()
+        process.begin_load_nowait(chunk.adapter)
         request = api.LoadChunkRequest.model_validate(
             chunk, from_attributes=True
         ).model_dump()
         async with process.calls():
             workers = await process.rpc("load_chunk", **request)
         if chunk.is_last:
-            whole = chunk.model_dump(
-                include={"version", "path", "num_tensors", "num_bytes", "canary"}
-            )
-            self._staged = ChunksLoad(
+            names = {"adapter", "version", "path", "num_tensors", "num_bytes", "canary"}
+            whole = chunk.model_dump(include=names)
+            served.staged = ChunksLoad(
                 process, ExportResponse(**whole, digest=chunk.whole_digest)
             )
         return str(workers[0]["digest"])
 
     async def commit(
-        self, version: int, digest: str, interrupt: api.Interrupt
+        self, version: int, digest: str, interrupt: api.Interrupt, adapter: str = ""
     ) -> api.CommitResponse:
         """Return once the canary agrees, or a sleeping engine has the weights."""
-        process, load = self._process, self._staged
-        self._staged = None
+        process = self._process
+        served = self._adapter(adapter)
+        load, served.staged = served.staged, None
         answer = api.CommitResponse(
             version=version, digest=digest, pause_s=0.0, num_interrupted=0
         )
         if (version, digest) == (
-            process.version,
-            process.digest,
+            process.versions.get(adapter),
+            served.digest,
         ) and process.state is ProcessState.SERVING:
             # A repeated push of what this engine serves already. It has announced
             # itself in prepare and will not receive, so the others must not wait for
@@ -372,30 +367,72 @@ class VllmServer(EngineClient):
                 what,
                 rule="staged weights are committed, one version at a time",
             )
-        with self._all_or_broken(process, version):
-            async with process.calls():
-                if process.asleep:
-                    # The KV cache may still be asleep, so the canary cannot run. wake()
-                    # runs it before the first request.
-                    await self._load(process, load)
-                    self._unchecked = load
-                else:
-                    answer = await self._swap(process, load, interrupt)
-                    await self._confirm(process, load)
+        served.is_open = False
+        try:
+            with self._all_or_broken(process, version):
+                async with process.calls():
+                    if process.asleep:
+                        # The KV cache may still be asleep, so the canary cannot run.
+                        # wake() runs it before the first request.
+                        await self._load(process, load)
+                        self._unchecked[adapter] = load
+                    else:
+                        answer = await self._swap(process, load, interrupt)
+                        await self._confirm(process, load)
+        finally:
+            served.is_open = True
+            process.changed.notify()
         return answer
+
+    async def open_adapter(self, request: api.OpenAdapterRequest) -> api.OpenAdapters:
+        process, name = self._process, request.adapter
+        opened = process.adapters
+        num, rank = (process.lora[key] for key in ("max_loras", "max_lora_rank"))
+        if name in opened or len(opened) >= num or request.rank > rank:
+            what = f"cannot open adapter {name!r} of rank {request.rank}: open are {[*opened]}"
+            rule = f"names differ, and this server has max_loras={num} and max_lora_rank={rank}"
+            way_out = "drop one, choose a smaller rank, or set rollout.engine=embedded."
+            raise EngineError(self.name, what, rule=rule, way_out=way_out)
+        opened[name] = ServedAdapter(request.scale)
+        async with process.calls():
+            await process.tell_adapters()
+        return api.OpenAdapters(names=[*opened])
+
+    async def drop_adapter(self, adapter: str) -> api.OpenAdapters:
+        process = self._process
+        folder = self._adapter(adapter).folder
+        del process.adapters[adapter]
+        process.versions.pop(adapter, None)
+        self._unchecked.pop(adapter, None)
+        requests = [one.request for one in process.segments.values()]
+        await self.abort([one.request_id for one in requests if one.adapter == adapter])
+        async with process.calls():
+            if folder:
+                await process.tell(
+                    "/v1/unload_lora_adapter", {"lora_name": lora_name(adapter)}
+                )
+            await process.tell_adapters()
+        return api.OpenAdapters(names=[*process.adapters])
+
+    def _adapter(self, name: str) -> ServedAdapter:
+        """Raises EngineError for an adapter that is not open."""
+        if name not in self._process.adapters:
+            said = self._process.missing(name)
+            raise EngineError(self.name, said.error, way_out=said.way_out)
+        return self._process.adapters[name]
 
     async def sleep(self) -> api.TransferStats:
         """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory
         that vLLM never frees (vLLM #16663). But no push of adapters brings the base
-        weights, so they need level 1. With `stays` vLLM pauses instead and clears its
-        prefix cache.
+        weights, so they need level 1, which keeps adapters too. With `stays` vLLM pauses
+        instead and clears its prefix cache.
         """
         process, started = self._process, clock()
         asleep_before = set(process.asleep)
         process.asleep = {*_TAGS}
         # Before the first call: no segment is sent from now on.
         process.state = ProcessState.ASLEEP
-        self._unchecked = None
+        self._unchecked.clear()
         if process.asleep != asleep_before or not process.is_sleep_sure:
             process.is_sleep_sure = False
             async with process.calls():
@@ -421,8 +458,8 @@ class VllmServer(EngineClient):
                 # every part may be used.
                 elif woken == process.asleep:
                     await process.tell("/resume")
-            if woken == process.asleep and self._unchecked is not None:
-                load, self._unchecked = self._unchecked, None
+            while woken == process.asleep and self._unchecked:
+                load = self._unchecked.pop(min(self._unchecked))
                 with self._all_or_broken(process, load.version):
                     async with process.calls():
                         await self._confirm(process, load)
@@ -434,53 +471,62 @@ class VllmServer(EngineClient):
     async def _swap(
         self, process: VllmProcess, load: Load, interrupt: api.Interrupt
     ) -> api.CommitResponse:
+        # With others vLLM does not pause, and their requests run on.
+        is_alone = len(process.adapters) == 1
+        if interrupt == "keep_kv" and not is_alone:
+            what = f"cannot keep the KV cache of adapter {load.adapter!r} in a swap"
+            rule = "vLLM keeps it only while no other adapter is open"
+            way_out = "set weight_sync.interrupt=abort."
+            raise EngineError(self.name, what, rule=rule, way_out=way_out)
+        if interrupt == "keep" and not is_alone:
+            # A new request reads its tokens with the new weights, as a kept one does.
+            interrupt = "abort"
         # vLLM is about to ignore clear_cache here
         keeps = interrupt in ("keep", "keep_kv")
         pause = {
             "mode": "keep" if keeps else interrupt,
             "clear_cache": str(not keeps).lower(),
         }
-        num_running = len(process.sent)
+        running = process.sent_to(load.adapter)
+        num_running = len(running)
         num_interrupted = {"abort": num_running, "wait": 0}.get(
             interrupt, min(num_running, self.needed.slots)
         )
         started = clock()
-        if process.state is ProcessState.SERVING:
-            process.state = ProcessState.PAUSED
         try:
-            await process.tell(f"/pause?{urlencode(pause)}")
+            if is_alone:
+                await process.tell(f"/pause?{urlencode(pause)}")
+            elif interrupt == "wait":
+                for segment in running:
+                    await segment.answered.wait()
             # The requests that vLLM finished before it paused were served, not held up.
             if interrupt == "wait":
                 started = clock()
+            running = process.sent_to(load.adapter)
             # End streams, whose tokens could not be reported early, and leave the
             # canary a slot. Requests from before the first adapter would continue
             # without it. Of a request that it reads again, vLLM reports the experts of
             # the first reading; of a new request, those of its own.
-            is_other_model = load.model != process.model
+            is_other_model = process.has_adapters and not process.adapters[""].folder
             has_new_experts = interrupt == "keep" and self.needed.returns_routing
             kept = (
                 []
                 if interrupt == "abort" or is_other_model or has_new_experts
-                else [one for one in process.sent if one.on_chunk is None]
+                else [one for one in running if one.on_chunk is None]
             )
             if load.manifest.canary is not None:
                 kept = kept[: self.needed.slots - 1]
-            await process.end(
-                [segment for segment in process.sent if segment not in kept]
-            )
+            await process.end([segment for segment in running if segment not in kept])
             if interrupt == "keep":
                 await process.reset_cache()
             await self._load(process, load)
         finally:
             # Also after an error or a cancellation: a server that stays paused answers
             # nothing, and an external one would stay so after this run.
-            _, cancelled = await shielded(self._resume(process))
-            # The load has not begun, so the old weights serve on. In LOADING only the
-            # canary, or a new process, ends the state.
-            if process.state is ProcessState.PAUSED:
-                process.confirm_nowait()
-            if cancelled is not None:
-                raise cancelled
+            if is_alone:
+                _, cancelled = await shielded(self._resume(process))
+                if cancelled is not None:
+                    raise cancelled
         return api.CommitResponse(
             version=load.version,
             digest=load.digest,
@@ -491,9 +537,10 @@ class VllmServer(EngineClient):
     async def _load(self, process: VllmProcess, load: Load) -> None:
         # Before the first byte: an answer that arrives during the load must not be
         # trusted.
-        process.begin_load_nowait()
+        process.begin_load_nowait(load.adapter)
         await load.load()
-        await process.set_label(process.label_of(load.version))
+        if not load.adapter:
+            await process.set_label(process.label_of(load.version))
 
     async def _resume(self, process: VllmProcess) -> None:
         """Resume, with one retry: vLLM closes the connection after a 500 (uvicorn),
@@ -512,11 +559,12 @@ class VllmServer(EngineClient):
         # The server samples already (its canary is a request too), but new segments
         # wait and finished ones are held back until this returns.
         await check_canary(load, self.needed.canary_limit)
-        process.versions[""] = load.version
-        process.digest = load.digest
-        process.label = process.label_of(load.version)
-        process.model = load.model
-        process.confirm_nowait()
+        served = self._adapter(load.adapter)
+        process.versions[load.adapter] = load.version
+        served.digest = load.digest
+        served.folder = load.staged.get("folder", "")
+        if not load.adapter:
+            process.confirm_nowait()
 
     @contextmanager
     def _all_or_broken(self, process: VllmProcess, version: int) -> Iterator[None]:

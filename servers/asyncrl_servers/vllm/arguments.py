@@ -39,6 +39,10 @@ class VllmSpec(EngineSpec):
     """Return each token's experts (algorithm.router_replay)."""
     returns_supports: bool = False
     """Return each token's support (rollout.top_p, top_k and min_p)."""
+    max_adapters: int = Field(default=0, ge=0)
+    """Adapters that may be opened besides the run's own, which `adapters` makes."""
+    max_rank: int = Field(default=0, ge=0)
+    """Largest rank of them, if it is larger than that of the run's own."""
     tensor_parallel: int = Field(default=1, ge=1)
     fits_slots: bool = False
     """On CUDA too, the KV cache holds `slots` sequences, not the rest of the memory."""
@@ -129,9 +133,11 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         "disable_fastapi_docs": True,
     }
     if spec.adapters is not None:
-        needed = spec.adapters.rank
+        needed = max(spec.adapters.rank, spec.max_rank)
         rank = next((most for most in LORA_RANKS if most >= needed), needed)
-        ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        # All in one step. As many stay in host memory (max_cpu_loras).
+        num_adapters = 1 + spec.max_adapters
+        ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": num_adapters}
     config = read_config(folder)
     if overrides := _overrides(folder, config):
         given["hf_overrides"] = {**overrides, **given.get("hf_overrides", {})}

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,19 +324,36 @@ def patch_adapters() -> None:
 
 
 def patch_adapter_products() -> None:
-    """Give the CPU kernels one index for all rows, whose requests have one adapter.
+    """Compute two matrix products per adapter on CPU.
 
-    vLLM 0.32 copies the adapter for each index, in float32: 64 prompts of SmolLM2-135M
-    held up all sampling for over a minute. With one index it is a matrix product.
+    vLLM 0.32 copies the adapter for each row, in float32: 64 prompts of SmolLM2-135M
+    held up all sampling for over a minute. And it takes -1, the index of rows without
+    an adapter, for the last adapter.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    PunicaWrapperCPU.token_lora_indices = property(
-        lambda wrapper: wrapper._token_lora_indices[:1]
-    )
+    def add_lora_linear(
+        wrapper: Any,
+        output: torch.Tensor,
+        inputs_RD: torch.Tensor,
+        lora_a: Sequence[torch.Tensor],
+        lora_b: Sequence[torch.Tensor],
+        scale: float,
+        widths: Sequence[int],
+        **more: Any,
+    ) -> None:
+        indices_R = more.get("indices", wrapper.token_lora_indices)
+        parts = torch.split(output, [*widths], dim=1)
+        for index in set(indices_R.tolist()) - {-1}:
+            for part_RV, down, up in zip(parts, lora_a, lora_b, strict=True):
+                narrow = scale * (inputs_RD.float() @ down[index, 0].float().T)
+                narrow[indices_R != index] = 0.0
+                added = narrow @ up[index, 0].float().T
+                # Logits are padded.
+                part_RV[:, : added.shape[1]] += added.to(part_RV.dtype)
 
     def add_lora_logits(
-        wrapper: object,
+        wrapper: Any,
         logits_RV: torch.Tensor,
         states_RD: torch.Tensor,
         lora_a: torch.Tensor,
@@ -343,13 +361,16 @@ def patch_adapter_products() -> None:
         scale: float,
         **_: object,
     ) -> None:
+        indices_R = wrapper.sampler_indices
         # vLLM expects a row per request here, and dies of a prompt that wants a logprob
-        # for each of its tokens.
-        narrow_RR = scale * (states_RD.float() @ lora_a[0, 0].float().T)
-        added_RV = narrow_RR @ lora_b[0, 0].float().T
-        # The logits are padded.
-        logits_RV[:, : added_RV.shape[1]] += added_RV.to(logits_RV.dtype)
+        # for each of its tokens. Those are a view of the states of the step's tokens.
+        if states_RD.untyped_storage().nbytes() > states_RD.nbytes:
+            first = states_RD.storage_offset() // states_RD.shape[1]
+            indices_R = wrapper.token_lora_indices[first : first + len(states_RD)]
+        shapes = (lora_a,), (lora_b,), scale, logits_RV.shape[1:]
+        add_lora_linear(wrapper, logits_RV, states_RD, *shapes, indices=indices_R)
 
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
 
 

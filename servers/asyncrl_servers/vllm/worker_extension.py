@@ -117,10 +117,10 @@ class Loader:
         self._checked: Future[tuple[dict[str, str], Mapping[str, Tensor], Expected]] = (
             Future()
         )
-        self._adapter_scale: float | None = None
-        """Not None: pushes are of adapters, with this scale."""
-        self._adapter_folders: list[str] = []
-        """Of the last two versions."""
+        self._scales: dict[str, float] = {}
+        """Scales by adapter. Not empty: pushes are of adapters."""
+        self._folders: dict[str, list[str]] = {}
+        """Of the last two versions, by adapter."""
         self._adapter: dict[str, Tensor] = {}
         """Of a push that is not whole yet."""
         self._staged: Staged | None = None
@@ -137,8 +137,12 @@ class Loader:
 
     # ---- calls of the client
 
-    def facts(self, adapter_scale: float | None) -> dict[str, int]:
-        self._adapter_scale = adapter_scale
+    def facts(self, scales: dict[str, float]) -> dict[str, int]:
+        """`scales`: of all open adapters. Folders of others are removed."""
+        self._scales = scales
+        for adapter in self._folders.keys() - scales.keys():
+            for folder in self._folders.pop(adapter):
+                shutil.rmtree(folder, ignore_errors=True)
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
     def stage(self, *, is_new: bool, **fields: Any) -> dict[str, str]:
@@ -162,7 +166,7 @@ class Loader:
         then.
         """
         request, tensors = staged.request, staged.tensors
-        is_adapter = self._adapter_scale is not None
+        is_adapter = bool(self._scales)
         # Memory of the trainer is on this device already.
         if request.memory is None and not is_adapter:
             tensors = self._pinned(tensors)
@@ -170,20 +174,20 @@ class Loader:
         arrived = digest_and_size(tensors)
         digest = check_arrived(request.place, arrived, request)
         if is_adapter:
-            return {"digest": digest, **self._written(tensors)}, tensors, {}
+            written = self._written(tensors, request.adapter)
+            return {"digest": digest, **written}, tensors, {}
         return {"digest": digest}, tensors, self.parts.expected(tensors, arrived[0])
 
-    def _written(self, adapter: Mapping[str, Tensor]) -> dict[str, str]:
+    def _written(self, tensors: Mapping[str, Tensor], adapter: str) -> dict[str, str]:
         """Write a peft folder."""
-        assert self._adapter_scale is not None, "pushes are of adapters"
-        self._adapter_folders.append(tempfile.mkdtemp(prefix="adapter-"))
-        folder = self._adapter_folders[-1]
-        write_peft(adapter, self._adapter_scale, Path(folder))
+        folders = self._folders.setdefault(adapter, [])
+        folders.append(tempfile.mkdtemp(prefix="adapter-"))
+        write_peft(tensors, self._scales[adapter], Path(folders[-1]))
         # Two stay: the serving version and the staged version.
-        for old in self._adapter_folders[:-2]:
-            shutil.rmtree(old)
-        del self._adapter_folders[:-2]
-        return {"folder": folder}
+        for old in folders[:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+        del folders[:-2]
+        return {"folder": folders[-1]}
 
     def _pinned(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy the tensors to host memory that later pushes use again. A device reads
@@ -252,7 +256,7 @@ class Loader:
             self._take(tensors, digests)
         return {"digest": digest}
 
-    def finish_chunks(self, version: int, digest: str) -> dict[str, str]:
+    def finish_chunks(self, version: int, digest: str, adapter: str) -> dict[str, str]:
         """Close the update, which must be the whole push. Raises Refused."""
         if self._open_version != version:
             rule = "chunk 0 opens an update"
@@ -264,7 +268,7 @@ class Loader:
             )
         with self._changing():
             self._push.take(version, digest)
-            return self._finish()
+            return self._finish(adapter)
 
     def receive(self, **fields: Any) -> dict[str, str]:
         """Receive a broadcast and load it. Raises Refused or GroupBroken."""
@@ -294,20 +298,21 @@ class Loader:
         self._begin(request.version)
         with self._changing():
             take_announced(self._group.receive(), request, "the broadcast", take)
-            return self._finish()
+            return self._finish(request.adapter)
 
-    def check_adapter(self, version: int) -> None:
-        """Raise Refused if vLLM ignores layers of the loaded adapter, as it does
-        without a word.
+    def check_adapter(self, adapter: str) -> None:
+        """Raise Refused if vLLM ignores layers of the adapter that was just loaded, as
+        it does without a word.
         """
         manager = self.worker.model_runner.lora_manager._adapter_manager
-        # Exactly one: max_loras is 1, and load_inplace replaces it.
-        [adapter] = manager.list_adapters().values()
-        if unused := sorted(adapter.loras.keys() - manager.modules.keys()):
-            what = f"vLLM uses no adapters of {len(unused)} layers of version {version}, like {unused[0]}"
-            rule = "an engine computes with all adapters that are trained"
-            way_out = "name other layers in trainer.lora.targets, or set rollout.engine=embedded."
-            raise Refused(409, what, rule=rule, way_out=way_out)
+        # vLLM's numbers do not tell which of them is new. The others have passed this.
+        for number, loaded in manager.list_adapters().items():
+            if unused := sorted(loaded.loras.keys() - manager.modules.keys()):
+                manager.remove_adapter(number)
+                what = f"vLLM uses no adapters of {len(unused)} layers, like {unused[0]} of {adapter!r}"
+                rule = "an engine computes with all adapters that are trained"
+                way_out = "name other layers in trainer.lora.targets, or set rollout.engine=embedded."
+                raise Refused(409, what, rule=rule, way_out=way_out)
 
     # ---- updates
 
@@ -318,7 +323,7 @@ class Loader:
         self._open_version = version
         self._expected = {}
         self._adapter = {}
-        if self._adapter_scale is not None:
+        if self._scales:
             return  # vLLM itself swaps adapters
         # A tied parameter is listed once. Layers without parameters compute their
         # buffers.
@@ -344,7 +349,7 @@ class Loader:
         self, tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]
     ) -> None:
         """Take a part of the open update, in memory that may be overwritten later."""
-        if self._adapter_scale is not None:
+        if self._scales:
             self._adapter |= {name: one.clone() for name, one in tensors.items()}
             return
         self._expected |= self.parts.expected(tensors, digests)
@@ -354,14 +359,14 @@ class Loader:
         with self._loading(), DirectCopies(self.model):
             self.model.load_weights(iter(tensors.items()))  # type: ignore[operator]  # every vLLM model defines it
 
-    def _finish(self) -> dict[str, str]:
-        """Return the folder of adapters. Raise Refused if a parameter is incomplete, or
+    def _finish(self, adapter: str = "") -> dict[str, str]:
+        """Return the folder of an adapter. Raise Refused if a parameter is incomplete, or
         holds other bytes than were sent.
         """
         version = self._open_version
-        if self._adapter_scale is not None:
+        if self._scales:
             self._close()
-            return self._written(self._adapter)
+            return self._written(self._adapter, adapter)
         rule = "the weights of this server are of no version until a load succeeds"
         way_out = "load a whole set again, or restart it."
         # vLLM's load_weights does not object to missing tensors.
@@ -426,7 +431,7 @@ class Loader:
     def _close(self) -> None:
         """Restore the computing form, complete or not."""
         self._open_version = None
-        if self._adapter_scale is not None:
+        if self._scales:
             return
         with self._loading():
             # Also for an incomplete update: a layer without tensors would end the
