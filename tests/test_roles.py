@@ -202,6 +202,7 @@ def test_two_agents_of_verifiers_learn_their_own_rewards(tmp_path: Path) -> None
             "num_steps": 40,
         },
         task={"verifiers": True, "python": None},
+        rollout={"max_prompt_tokens": 64},
         generator={
             "verifiers": "duel_env_for_test",
             "workers": 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,7 +16,7 @@ from asyncrl.config.critic_config import CriticConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TrainerPart, TransferStats, TransportName
-from asyncrl.messages.records import Batch, Group, Trajectory
+from asyncrl.messages.records import Batch
 from asyncrl.messages.tokens import Tokens
 
 T = TypeVar("T")
@@ -345,39 +345,37 @@ class TrainerClient:
         self._version_changed.notify()
 
 
-def _of_role(batch: Batch, role: str) -> Iterator[tuple[int, Group, Trajectory]]:
-    for group_index, group in enumerate(batch.groups):
-        for trajectory in group.trajectories:
-            if trajectory.role == role:
-                yield group_index, group, trajectory
-
-
 def pack_groups(batch: Batch) -> tuple[api.BatchHeader, Tokens]:
     """Return a batch ordered by role, group, sample and branch: its header and all tokens."""
     headers = list[api.TrajectoryHeader]()
     parts = list[Tokens]()
     end = 0
-    roles = {one.role for group in batch.groups for one in group.trajectories}
-    for role in sorted(roles):
-        for group_index, group, trajectory in _of_role(batch, role):
-            start = end
-            end += len(trajectory.tokens)
-            parts.append(trajectory.tokens)
-            headers.append(
-                api.TrajectoryHeader(
-                    group_index=group_index,
-                    group_id=group.group_id,
-                    sample_index=trajectory.sample_index,
-                    prompt_id=group.prompt.prompt_id,
-                    start=start,
-                    end=end,
-                    reward=trajectory.reward,
-                    branch=trajectory.branch,
-                    credits=list(trajectory.credits),
-                    parts=dict(trajectory.parts),
-                    adapter=role,
-                )
+    entries = [
+        (group_index, group, trajectory)
+        for group_index, group in enumerate(batch.groups)
+        for trajectory in group.trajectories
+    ]
+    # The trainer cuts the batch where the role changes.
+    entries.sort(key=lambda entry: entry[-1].role)
+    for group_index, group, trajectory in entries:
+        start = end
+        end += len(trajectory.tokens)
+        parts.append(trajectory.tokens)
+        headers.append(
+            api.TrajectoryHeader(
+                group_index=group_index,
+                group_id=group.group_id,
+                sample_index=trajectory.sample_index,
+                prompt_id=group.prompt.prompt_id,
+                start=start,
+                end=end,
+                reward=trajectory.reward,
+                branch=trajectory.branch,
+                credits=list(trajectory.credits),
+                parts=dict(trajectory.parts),
+                adapter=trajectory.role,
             )
+        )
     header = api.BatchHeader(
         version=batch.version,
         min_version=batch.min_version,

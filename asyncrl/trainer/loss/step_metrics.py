@@ -20,8 +20,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -278,19 +278,6 @@ def measure_gaps(
         Gap(engine, len(part), float(part.mean()), float(part.max()))
         for engine, part in parts.items()
     ]
-
-
-def joined_gaps(parts: Iterable[Sequence[Gap]]) -> list[Gap]:
-    """Return the gaps of the tokens of all parts, likewise."""
-    of_engine = dict[int | None, list[Gap]]()
-    for gap in chain.from_iterable(parts):
-        of_engine.setdefault(gap.engine, []).append(gap)
-    joined = list[Gap]()
-    for engine, gaps in of_engine.items():
-        num_tokens = sum(gap.num_tokens for gap in gaps)
-        mean = sum(gap.num_tokens * gap.mean for gap in gaps) / num_tokens
-        joined.append(Gap(engine, num_tokens, mean, max(gap.max for gap in gaps)))
-    return joined
 
 
 def means_of_rollouts(

@@ -574,7 +574,9 @@ class TrainerRank(TrainedModel):
             for own in steps
             for step in own[epoch * len(own) // num_epochs :][: len(own) // num_epochs]
         ]
-        by_epoch[0].gaps = step_metrics.joined_gaps(own[0].gaps for own in steps if own)
+        # Of the policy that deviates most.
+        gaps = [own[0].gaps for own in steps if own and own[0].gaps]
+        by_epoch[0].gaps = max(gaps, key=lambda one: one[0].mean, default=[])
         whole = BatchNumbers.join(header, arrays, batches)
         metrics = self._end_version(whole, by_epoch)
         for batch, own in zip(batches, steps, strict=True):
