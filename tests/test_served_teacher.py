@@ -32,7 +32,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.model_config import ScratchConfig
 from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
-from asyncrl.extensions.scoring.scoring_check import reach_teachers
+from asyncrl.extensions.scoring.scoring_check import check_models
 from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.config_check import validate
@@ -279,7 +279,7 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
     nodes = single_node(Machine((), 8, 2**36, has_bfloat16=False))
     placement = place(config, nodes, extra_servers(config))
     assert placement.extra["teacher"].name == NO_DEVICE
-    assert not list(reach_teachers(config.model_copy(update={"teacher": None})))
+    assert not list(check_models(config.model_copy(update={"teacher": None}), {}))
 
 
 def test_ids_of_a_padded_vocabulary_are_dropped() -> None:
