@@ -20,6 +20,7 @@ from taught_cases import (
     ROLLOUTS,
     check_journal,
     check_tops,
+    make_scoring,
     plain_logprobs,
     taught,
 )
@@ -33,7 +34,7 @@ from asyncrl.config.model_config import ScratchConfig
 from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.extensions.scoring.scoring_check import check_models
-from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher
+from asyncrl.extensions.scoring.teacher import ServedTeacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
@@ -64,7 +65,7 @@ def test_vllms_logprobs_equal_a_plain_forwards(tmp_path: Path) -> None:
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        scoring = Scoring(temperature=1.0, top_k=4)
+        scoring = make_scoring(top_k=4)
         teacher = ServedTeacher(
             caller, TeacherConfig(path="m"), max_length=MAX_LENGTH, top_k=4
         )
@@ -290,7 +291,7 @@ def test_ids_of_a_padded_vocabulary_are_dropped() -> None:
         await endpoint.server.start_server()
         url = f"http://127.0.0.1:{endpoint.server.port}"
         caller = Caller("teacher", url, "sk-right")
-        scoring = Scoring(temperature=1.0, top_k=4, num_ids=2)
+        scoring = make_scoring(top_k=4, num_ids=2)
         teacher = ServedTeacher(caller, TeacherConfig(path="m"), top_k=4)
         try:
             await teacher.ready(30.0)
