@@ -111,6 +111,10 @@ class ComponentError(AsyncrlError):
         self.component, self.fault = component, what
         super().__init__(f"{component}: {what}", rule=rule, way_out=way_out)
 
+    def as_kind(self, kind: type[ComponentError], component: str) -> ComponentError:
+        """Return an error of another kind, of this component, with the same fault."""
+        return kind(component, self.fault, rule=self.rule, way_out=self.way_out)
+
 
 class NodeLost(ComponentError):  # noqa: N818  a state of a machine
     pass
