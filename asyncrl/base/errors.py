@@ -19,6 +19,7 @@ AsyncrlError                the failure with its values, the rule, the way out
 └── RolloutFailure          one bad rollout: data with a FailureKind (failures.py); caught once, in rollouts/
     ├── RolloutTimeout      it exceeded rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
+    ├── OutcomeUnusable     its harness or environment returned rewards that cannot be used
     ├── RewardFailure       the reward function raised, timed out or returned no finite number
     └── RequestRefused      an engine server refused a request
         └── AdapterMissing  ... for an adapter that is to be opened and pushed
@@ -175,6 +176,10 @@ class RolloutTimeout(RolloutFailure):
 
 class PromptUnusable(RolloutFailure):
     kind = FailureKind.PROMPT
+
+
+class OutcomeUnusable(RolloutFailure):
+    kind = FailureKind.CORRUPT_RESULT
 
 
 class RewardFailure(RolloutFailure):
