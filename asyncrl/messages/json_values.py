@@ -38,6 +38,17 @@ def as_object(arguments: object) -> dict[str, object]:
     return arguments if isinstance(arguments, dict) else {}
 
 
+def without_nulls(value: Any) -> Any:
+    """Leave out keys without a value. Parquet files and datasets give every object the
+    keys of all others, as null.
+    """
+    if isinstance(value, Mapping):
+        return {
+            name: without_nulls(one) for name, one in value.items() if one is not None
+        }
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
 def from_python(text: str, *_: object) -> object:
     """Parse a Python literal, or JSON. Raises ValueError.
 
