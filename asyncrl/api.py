@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from asyncrl.base.signals import heard_stops, is_in_main_thread, usual_signals
+from asyncrl.base.signals import (
+    handled,
+    heard_stops,
+    is_in_main_thread,
+    usual_signals,
+)
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import checked, name_of_config
 from asyncrl.job.evaluate import evaluate as evaluate
@@ -106,14 +110,10 @@ def _run_in_thread(train: Callable[[], None], signals: SentSignals) -> None:
         signals.send(number)
 
     numbers = heard_stops() if is_in_main_thread() else ()
-    before = {number: signal.signal(number, forward) for number in numbers}
-    try:
-        with ThreadPoolExecutor(1, "asyncrl run") as pool:
-            training = pool.submit(train)
-            while not training.done():
-                # a signal to another thread does not end a wait
-                wait([training], timeout=1.0)
-            training.result()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    pool = ThreadPoolExecutor(1, "asyncrl run")
+    with handled(numbers, forward), pool:
+        training = pool.submit(train)
+        while not training.done():
+            # a signal to another thread does not end a wait
+            wait([training], timeout=1.0)
+        training.result()

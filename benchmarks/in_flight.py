@@ -239,6 +239,8 @@ class Controller:
             capacity=self.num,
             journal=journal,
             late=LateRewards(journal, timeout_s=None),
+            on_failed=lambda *_: None,
+            on_finished=lambda _: None,
         )
         self.trainer = Trainer(StandIn(self.folder))  # type: ignore[arg-type]
         self.publisher = PushLoop(

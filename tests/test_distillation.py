@@ -25,6 +25,7 @@ from taught_cases import (
     VOCABULARY,
     check_journal,
     check_tops,
+    make_scoring,
     plain_logprobs,
     taught,
 )
@@ -45,7 +46,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
 from asyncrl.config import AlgorithmConfig, RolloutConfig, RunConfig
 from asyncrl.config.model_config import ScratchConfig
-from asyncrl.extensions.scoring.teacher import Scoring, Teacher
+from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.model_check import find_models
 from asyncrl.job.run_export import export_run
@@ -78,7 +79,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        scoring = Scoring(temperature=temperature, top_k=4)
+        scoring = make_scoring(temperature, top_k=4)
         teacher = Teacher(caller, TeacherConfig(path="m"))
         found = list[Rollout]()
         for _ in range(2):

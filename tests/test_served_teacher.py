@@ -20,6 +20,7 @@ from taught_cases import (
     ROLLOUTS,
     check_journal,
     check_tops,
+    make_scoring,
     plain_logprobs,
     taught,
 )
@@ -32,8 +33,8 @@ from asyncrl.config import RunConfig
 from asyncrl.config.model_config import ScratchConfig
 from asyncrl.extensions.scoring import scoring_check
 from asyncrl.extensions.scoring.scoring_api import ScoreRequest
-from asyncrl.extensions.scoring.scoring_check import reach_teachers
-from asyncrl.extensions.scoring.teacher import Scoring, ServedTeacher
+from asyncrl.extensions.scoring.scoring_check import check_models
+from asyncrl.extensions.scoring.teacher import ServedTeacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
@@ -64,7 +65,7 @@ def test_vllms_logprobs_equal_a_plain_forwards(tmp_path: Path) -> None:
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        scoring = Scoring(temperature=1.0, top_k=4)
+        scoring = make_scoring(top_k=4)
         teacher = ServedTeacher(
             caller, TeacherConfig(path="m"), max_length=MAX_LENGTH, top_k=4
         )
@@ -279,7 +280,7 @@ def test_server_of_others_takes_no_device(tiny_model_dir: Path) -> None:
     nodes = single_node(Machine((), 8, 2**36, has_bfloat16=False))
     placement = place(config, nodes, extra_servers(config))
     assert placement.extra["teacher"].name == NO_DEVICE
-    assert not list(reach_teachers(config.model_copy(update={"teacher": None})))
+    assert not list(check_models(config.model_copy(update={"teacher": None}), {}))
 
 
 def test_ids_of_a_padded_vocabulary_are_dropped() -> None:
@@ -290,7 +291,7 @@ def test_ids_of_a_padded_vocabulary_are_dropped() -> None:
         await endpoint.server.start_server()
         url = f"http://127.0.0.1:{endpoint.server.port}"
         caller = Caller("teacher", url, "sk-right")
-        scoring = Scoring(temperature=1.0, top_k=4, num_ids=2)
+        scoring = make_scoring(top_k=4, num_ids=2)
         teacher = ServedTeacher(caller, TeacherConfig(path="m"), top_k=4)
         try:
             await teacher.ready(30.0)

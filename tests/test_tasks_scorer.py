@@ -350,7 +350,7 @@ def test_only_a_further_parameter_gets_the_record() -> None:
         return 0.0
 
     asks = [
-        bool(optional(one, NO_COMPLETION, 3))
+        bool(optional(one, NO_COMPLETION))
         for one in (third, only, fourth, named, print)
     ]
     assert asks == [False, False, True, True, False]

@@ -20,7 +20,7 @@ import pytest
 import torch
 from costly_cases import every_third_is_quick
 from engine_processes import SECRET, engine_process
-from taught_cases import VOCABULARY, plain_logprobs, taught
+from taught_cases import VOCABULARY, make_scoring, plain_logprobs, taught
 from template_oracle import (
     KINDS,
     Kind,
@@ -97,7 +97,7 @@ def annotated(
 
 def scoring_of(tokenizer: Any, source: str = "hint", **rollout: Any) -> Scoring:
     prompts = TeacherPrompts(source, config_of(**rollout), tokenizer)
-    return Scoring(temperature=1.0, prompts=prompts)
+    return make_scoring(prompts=prompts)
 
 
 # ---- tokens
@@ -377,8 +377,8 @@ def lesson(tiny_model_dir: Path, tmp_path: Path) -> Lesson:
         drawn = np.where(branch.loss_mask, logprobs, 0).astype(np.float32)
         tokens = branch.tokens.with_columns({"behaviour_logprobs": drawn})
         rollouts.append((replace(branch, tokens=tokens),))
-    scoring = Scoring(
-        temperature=TEMPERATURE,
+    scoring = make_scoring(
+        TEMPERATURE,
         top_k=VOCABULARY,
         prompts=TeacherPrompts("hint", config_of(tiny_model_dir), ours),
     )

@@ -33,7 +33,12 @@ from asyncrl.agents.harness import (
     without_proxy,
 )
 from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
-from asyncrl.base.errors import ConfigError, RolloutFailure, first_fault
+from asyncrl.base.errors import (
+    ConfigError,
+    OutcomeUnusable,
+    RolloutFailure,
+    first_fault,
+)
 from asyncrl.base.failures import FailureKind, kind_of_error, kind_of_text
 from asyncrl.base.signals import IGNORE_IN_SHELL, how_ended
 from asyncrl.base.waits import at_most, shielded
@@ -348,11 +353,10 @@ def last_line_outcome(text: str) -> Outcome:
 
 
 def _no_outcome(what: str, line: str) -> RolloutFailure:
-    return RolloutFailure(
+    return OutcomeUnusable(
         f"the command's last line {what}: {line[:200]!r}",
         rule='print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text; '
         "an outcome is the last line",
-        kind=FailureKind.CORRUPT_RESULT,
     )
 
 

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from asyncrl.base.errors import (
     ConfigError,
+    OutcomeUnusable,
     RolloutFailure,
     RolloutTimeout,
     first_fault,
@@ -278,8 +279,7 @@ def as_outcome(value: object) -> Outcome:
         return OUTCOME.validate_python(outcome)
     except ValueError as error:
         kind = type(value).__name__
-        raise RolloutFailure(
+        raise OutcomeUnusable(
             f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}",
             rule="return a finite number, an Outcome, or None for the task's own reward",
-            kind=FailureKind.CORRUPT_RESULT,
         ) from error

@@ -19,6 +19,7 @@ AsyncrlError                the failure with its values, the rule, the way out
 └── RolloutFailure          one bad rollout: data with a FailureKind (failures.py); caught once, in rollouts/
     ├── RolloutTimeout      it exceeded rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
+    ├── OutcomeUnusable     its harness or environment returned rewards that cannot be used
     ├── RewardFailure       the reward function raised, timed out or returned no finite number
     └── RequestRefused      an engine server refused a request
         └── AdapterMissing  ... for an adapter that is to be opened and pushed
@@ -111,6 +112,10 @@ class ComponentError(AsyncrlError):
         self.component, self.fault = component, what
         super().__init__(f"{component}: {what}", rule=rule, way_out=way_out)
 
+    def as_kind(self, kind: type[ComponentError], component: str) -> ComponentError:
+        """Return an error of another kind, of this component, with the same fault."""
+        return kind(component, self.fault, rule=self.rule, way_out=self.way_out)
+
 
 class NodeLost(ComponentError):  # noqa: N818  a state of a machine
     pass
@@ -171,6 +176,10 @@ class RolloutTimeout(RolloutFailure):
 
 class PromptUnusable(RolloutFailure):
     kind = FailureKind.PROMPT
+
+
+class OutcomeUnusable(RolloutFailure):
+    kind = FailureKind.CORRUPT_RESULT
 
 
 class RewardFailure(RolloutFailure):

@@ -140,6 +140,18 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Callable[..., None]) -> Iterator[None]:
+    """Call `handler` at these signals, within the block."""
+    earlier = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in earlier.items():
+            if before is not None:  # else it is not Python's
+                signal.signal(number, before)
+
+
+@contextlib.contextmanager
 def usual_signals() -> Iterator[None]:
     """Undo what the parent of this process blocks or ignores, within the block. With
     SIGCHLD ignored, nobody could wait for a child.

@@ -6,22 +6,19 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import (
-    Discriminator,
-    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    Tag,
 )
 
 from asyncrl.config.fields import (
     Count,
     Fraction,
     Name,
+    OneOrSeveral,
     OnlyWith,
     PositiveFraction,
     SampledConfig,
-    tag_of,
 )
 from asyncrl.config.task_config import TaskConfig
 
@@ -86,8 +83,4 @@ class EvalConfig(SampledConfig):
             yield f"an evaluation cannot be called {self.called}; set .name to another name"
 
 
-Evals = Annotated[
-    Annotated[EvalConfig, Tag("[one]")]
-    | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
-    Discriminator(tag_of),
-]
+Evals = OneOrSeveral[EvalConfig]

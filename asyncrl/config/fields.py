@@ -6,9 +6,26 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from asyncrl.base.extensions import load_place
@@ -215,9 +232,18 @@ def located(rule: str, section: str) -> str:
     return re.sub(r"(?<!\S)\.(?=[a-z])", f"{section}.", text)
 
 
-def tag_of(value: object) -> str:
+def _tag_of(value: object) -> str:
     """Tag one form of a section, without the tag in errors."""
     return "[several]" if isinstance(value, list) else "[one]"
+
+
+Section = TypeVar("Section", bound=FrozenConfig)
+OneOrSeveral = Annotated[
+    Annotated[Section, Tag("[one]")]
+    | Annotated[list[Section], Field(min_length=1), Tag("[several]")],
+    Discriminator(_tag_of),
+]
+"""A section, or a list of such sections."""
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, ClassVar, TypeVar
 
@@ -150,9 +150,7 @@ class RunConfig(JobConfig):
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
         """Return tasks by name; a single task may be ''."""
-        return _by_name(
-            "task", self.task if isinstance(self.task, list) else [self.task]
-        )
+        return _by_name("task", self.task)
 
     @property
     def generators(self) -> Mapping[str, GeneratorConfig]:
@@ -213,8 +211,7 @@ class RunConfig(JobConfig):
     @property
     def evals(self) -> Mapping[str, EvalConfig]:
         """Return evaluations by name; a single evaluation may be ''."""
-        given = [] if self.eval is None else self.eval
-        return _by_name("eval", given if isinstance(given, list) else [given])
+        return {} if self.eval is None else _by_name("eval", self.eval)
 
     @property
     def eval_generators(self) -> Mapping[str, GeneratorConfig]:
@@ -604,7 +601,8 @@ def key_of(section: str, name: str) -> str:
     return f"{section}.{name}" if name else section
 
 
-def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
+def _by_name(section: str, written: T | list[T]) -> dict[str, T]:
+    given = written if isinstance(written, list) else [written]
     # A single task keeps the empty name, so that prompt ids and metrics of simple runs
     # have no prefix.
     found = {one.called if len(given) > 1 else "": one for one in given}

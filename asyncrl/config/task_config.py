@@ -23,8 +23,8 @@ from asyncrl.config.fields import (
     Fraction,
     FrozenConfig,
     Name,
+    OneOrSeveral,
     ScoredReward,
-    tag_of,
 )
 from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.messages.records import Number, SessionRules
@@ -281,8 +281,4 @@ def part_name(function: str) -> str:
     return function.rpartition(":")[2]
 
 
-Tasks = Annotated[
-    Annotated[TaskConfig, Tag("[one]")]
-    | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
-    Discriminator(tag_of),
-]
+Tasks = OneOrSeveral[TaskConfig]

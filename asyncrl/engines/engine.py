@@ -153,9 +153,7 @@ def reading(manifest: ExportResponse) -> Iterator[None]:
     except EngineError as error:
         if manifest.memory is None or isinstance(error, EngineLost):
             raise
-        raise WeightsLost(
-            error.component, error.fault, rule=error.rule, way_out=error.way_out
-        ) from error
+        raise error.as_kind(WeightsLost, error.component) from error
 
 
 class ServerClient(ABC):

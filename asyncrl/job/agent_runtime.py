@@ -65,9 +65,7 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
     """Return end-of-turn tokens, and special tokens outside tool calls and thoughts."""
     tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
     vocabulary = tokenizer.vocabulary
-    marks = {
-        vocabulary.get(mark) for mark in (*tool_format.opens, *tool_format.thinking)
-    }
+    marks = {vocabulary.get(mark) for mark in tool_format.opens}
     stray_ids = tokenizer.special_ids - tokenizer.end_ids - marks
     return SpecialTokens(tokenizer.end_ids, stray_ids)
 

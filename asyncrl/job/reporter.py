@@ -226,7 +226,7 @@ class Reporter:
                 f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync"
             )
         self._console.resume_from(steps)
-        self._evaluations = [*read_evaluations(self.run_dir, [])]
+        self._evaluations = read_evaluations(self.run_dir, [])
         # Evaluations are not repeated, unlike the steps that report them.
         for evaluation in self._evaluations:
             metrics = evaluation_metrics(evaluation)
@@ -294,9 +294,8 @@ class Reporter:
         ended: StepEnd,
     ) -> None:
         # A step that is repeated after a resume gets the evaluations that its line had.
-        evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
+        evaluated = self._evaluated.get(batch.version + 1, {})
         metrics = self._metrics(report, found, ended) | evaluated
-        self._new_evaluations = {}
         self._record(metrics, report)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
@@ -309,7 +308,8 @@ class Reporter:
         )
 
     def _record(self, metrics: Mapping[str, float], report: TrainResponse) -> None:
-        self._last = metrics
+        self._last = metrics = {**metrics, **self._new_evaluations}
+        self._new_evaluations = {}
         # The trainer's answer has no nan, it names these metrics instead. Their line
         # has nan again, so that a skipped step is not taken for a step without them.
         missing = dict.fromkeys(report.not_finite, math.nan)
@@ -328,8 +328,7 @@ class Reporter:
             for name, value in report.metrics.items()
             if name not in OF_BEHAVIOUR
         }
-        metrics = self._timed(report, given, time.monotonic()) | self._new_evaluations
-        self._new_evaluations = {}
+        metrics = self._timed(report, given, time.monotonic())
         metrics |= self._counted({**trainer.gauges(), **checkpointer.gauges()})
         self._record(metrics, report)
         if metrics["trainer/skipped_steps"]:

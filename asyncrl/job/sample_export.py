@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.job.run_export import find_trained_model, read_finished
-from asyncrl.messages.records import Trajectory
+from asyncrl.messages.worker_api import answer_text
 from asyncrl.observe.run_dir import read_config
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -39,7 +39,9 @@ def export_samples(
     lines = dict[str, None]()
     for group in read_finished(run_dir, tell):
         for (rollout,) in group.rollouts.values():  # a single turn has one branch
-            text = _text(rollout, tokenizer)
+            ids = rollout.token_ids[rollout.loss_mask].tolist()
+            # The template writes the end-of-turn token.
+            text = answer_text(tokenizer, ids, shows_special=True)
             is_good = rollout.reward >= min_reward and not rollout.is_truncated
             # supervised fine-tuning refuses an empty answer
             if not is_good or not text.strip():
@@ -60,11 +62,3 @@ def export_samples(
     write_whole(out, "".join(f"{line}\n" for line in lines))
     tell(f"{len(lines)} rollouts: {out}")
     return {"kind": "samples", "num_rollouts": len(lines), "out": str(out)}
-
-
-def _text(trajectory: Trajectory, tokenizer: HFChatTokenizer) -> str:
-    """Return the answer without its end-of-turn token, which the template writes."""
-    ids = trajectory.tokens.ids[trajectory.loss_mask].tolist()
-    if ids and ids[-1] in tokenizer.end_ids:
-        ids.pop()
-    return tokenizer.decode(ids, skip_special_tokens=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import yaml
 
-from asyncrl.base.signals import blocked, heard_stops
+from asyncrl.base.signals import blocked, handled, heard_stops
 from asyncrl.config import load_any
 from asyncrl.config.load import name_of_config
 from asyncrl.observe.report_page import write_report
@@ -80,17 +80,14 @@ def _run(*arguments: str) -> int:
     """
     command = [sys.executable, "-m", "asyncrl.cli", *arguments]
     numbers = heard_stops()
-    # A signal must not come between the start and the handlers. The child unblocks
-    # them itself (usual_signals).
-    with blocked(numbers):
-        process = subprocess.Popen(command, start_new_session=True)
 
-        def forward(number: int, frame: object) -> None:
-            process.send_signal(number)
+    def forward(number: int, frame: object) -> None:
+        process.send_signal(number)
 
-        earlier = {number: signal.signal(number, forward) for number in numbers}
-    try:
+    with contextlib.ExitStack() as stack:
+        # A signal must not come between the start and the handlers. The child unblocks
+        # them itself (usual_signals).
+        with blocked(numbers):
+            process = subprocess.Popen(command, start_new_session=True)
+            stack.enter_context(handled(numbers, forward))
         return abs(process.wait())
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

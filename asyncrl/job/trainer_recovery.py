@@ -112,10 +112,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
                 ):
                     raise
                 if self.num_restarts == number:  # else a late answer of ended processes
-                    lost = TrainerLost(
-                        "trainer", error.fault, rule=error.rule, way_out=error.way_out
-                    )
-                    self._lost_by(lost)
+                    self._lost_by(error.as_kind(TrainerLost, "trainer"))
 
     async def _bring_back(self) -> None:
         # Calls of this client wait until the trainer is up, which it is only after this

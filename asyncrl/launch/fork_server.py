@@ -27,6 +27,7 @@ from asyncrl.base.signals import (
     STOPS,
     blocked,
     exit_code_of,
+    handled,
     heard_stops,
     is_in_main_thread,
 )
@@ -223,22 +224,16 @@ def serving() -> Iterator[None]:
     global current
     if importlib.util.find_spec("torch") is None:
         raise not_installed("torch")
-    numbers = heard_stops() if is_in_main_thread() else ()
-    earlier = {
-        number: signal.signal(number, _end)
-        for number in numbers
-        if number != signal.SIGINT  # Python raises KeyboardInterrupt
-    }
-    server = current = ForkServer()
-    try:
-        yield
-    finally:
-        server.close()
-        current = None
-        # A script continues after asyncrl.run, and may have its own handler.
-        for number, handler in earlier.items():
-            if handler is not None:  # else it is not Python's
-                signal.signal(number, handler)
+    numbers = set(heard_stops()) if is_in_main_thread() else set()
+    # Python raises KeyboardInterrupt at SIGINT. A script continues after asyncrl.run, and
+    # may have its own handlers.
+    with handled(numbers - {signal.SIGINT}, _end):
+        server = current = ForkServer()
+        try:
+            yield
+        finally:
+            server.close()
+            current = None
 
 
 def _end(number: int, _: object) -> None:

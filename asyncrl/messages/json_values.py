@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from pydantic_core import from_json
+
 T = TypeVar("T", list[object], dict[str, object])
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
 _PYTHON = re.compile(
@@ -25,6 +27,26 @@ def _quoted(text: str) -> str:
     """Return a Python string as JSON. Quotes inside may not be escaped."""
     inner = _ESCAPE.sub(lambda found: _ESCAPED.get(found[0], found[0]), text[1:-1])
     return f'"{inner}"'
+
+
+def as_object(arguments: object) -> dict[str, object]:
+    """Return the arguments of a call, perhaps JSON, or `{}` if they are not an object, like
+    vLLM: every later call has the same history.
+    """
+    with contextlib.suppress(ValueError):
+        arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out keys without a value. Parquet files and datasets give every object the
+    keys of all others, as null.
+    """
+    if isinstance(value, Mapping):
+        return {
+            name: without_nulls(one) for name, one in value.items() if one is not None
+        }
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def from_python(text: str, *_: object) -> object:

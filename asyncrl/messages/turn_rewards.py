@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import replace
 
-from asyncrl.base.errors import RolloutFailure
-from asyncrl.base.failures import FailureKind
+from asyncrl.base.errors import OutcomeUnusable
 from asyncrl.messages.records import (
     MAIN_AGENT,
     Credit,
@@ -38,20 +37,18 @@ def by_completion(
     if not paid:
         return replace(outcome, roles={})
     if unknown := rewards.keys() - paid - agents.keys():
-        raise RolloutFailure(
+        raise OutcomeUnusable(
             f"its rewards name {sorted(unknown)[:5]}, which made no call; its agents are "
             f"{sorted(known)[:5]}",
             rule="turn_rewards name agents that called the model, and completions",
             way_out="leave out agents without a call.",
-            kind=FailureKind.CORRUPT_RESULT,
         )
     # A turn earns what follows it, and what follows may be another agent's.
     if by_turn:
-        raise RolloutFailure(
+        raise OutcomeUnusable(
             f"its rewards are of agents: {', '.join(sorted(paid)[:5])}",
             rule="algorithm.turn_discount adds the rewards of one agent's turns",
             way_out="name completions in turn_rewards, or remove the setting.",
-            kind=FailureKind.CORRUPT_RESULT,
         )
     found = {
         name: rewards.get(name, _reward_of(agent, rewards, paid))
@@ -92,11 +89,10 @@ def check_names(
     exists. A missing or misspelled name would silently change the advantages.
     """
     if not trained <= rewards.keys() <= set(known):
-        raise RolloutFailure(
+        raise OutcomeUnusable(
             f"its rewards name {sorted(rewards)[:5]}; this rollout has {sorted(known)[:5]}",
             rule="turn_rewards names every completion",
             way_out="name every answer by its `id`; 0.0 is a reward too.",
-            kind=FailureKind.CORRUPT_RESULT,
         )
 
 

@@ -169,12 +169,12 @@ class Producers:
     capacity: InitVar[int]
     journal: Journal
     late: LateRewards
+    on_failed: OnFailed
+    on_finished: Callable[[Group], None]
     annotations: Sequence[Annotate] = ()
     """Of whole groups."""
     columns: frozenset[str] = frozenset()
     """Token columns that a group has after them."""
-    on_failed: OnFailed = lambda *_: None
-    on_finished: Callable[[Group], None] = lambda _: None
     last_failure: str = field(default="", init=False)
     _groups: dict[GroupId, RunningGroup] = field(default_factory=dict, init=False)
     _failed_in_a_row: int = field(default=0, init=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -19,6 +18,7 @@ from jinja2 import Template, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.messages.json_values import as_object
 from asyncrl.messages.worker_api import CONTEXT_TOKENS
 
 if TYPE_CHECKING:
@@ -615,15 +615,8 @@ def _whole_tool(tool: Mapping[str, Any]) -> dict[str, object]:
     return {**tool, "function": function}
 
 
-def _as_object(arguments: object) -> dict[str, object]:
-    """Return `{}` for arguments that are not an object, like vLLM."""
-    with contextlib.suppress(ValueError):
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return arguments if isinstance(arguments, dict) else {}
-
-
 def _as_text(arguments: object) -> str:
-    return json.dumps(_as_object(arguments), ensure_ascii=False)
+    return json.dumps(as_object(arguments), ensure_ascii=False)
 
 
 def _short(call_id: str) -> str:
@@ -637,7 +630,7 @@ def _short(call_id: str) -> str:
     )
 
 
-FORMS = ((_as_object, str), (_as_text, str), (_as_object, _short), (_as_text, _short))
+FORMS = ((as_object, str), (_as_text, str), (as_object, _short), (_as_text, _short))
 """Forms of a chat's calls, best first. A template's refusal of the last one is
 reported.
 """

@@ -103,12 +103,7 @@ class NodeFiles:
                 purpose == "rollout" and not isinstance(error, WeightsLost)
             )
             lost = EngineLost if is_lost else WeightsLost
-            raise lost(
-                engine,
-                error.fault,
-                rule=error.rule,
-                way_out=error.way_out,
-            ) from error
+            raise error.as_kind(lost, engine) from error
         return sent.model_copy(update={"path": path})
 
 
@@ -535,12 +530,7 @@ class PushLoop(Publisher):
                 # The supervisor starts the engine again, and the next try gets the
                 # weights that the trainer has then.
                 except WeightsLost as gone:
-                    raise EngineLost(
-                        name,
-                        gone.fault,
-                        rule=gone.rule,
-                        way_out=gone.way_out,
-                    ) from gone
+                    raise gone.as_kind(EngineLost, name) from gone
                 if lost:
                     raise lost[0]
             # Under the lock: a push that began before this line would leave the engine

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, cast
 
 from asyncrl.base.errors import ConfigError, RewardFailure
@@ -62,28 +62,23 @@ def reward_function(config: TaskConfig) -> RewardFunction:
 def _function(name: str) -> RewardFunction:
     function: RewardFunction = math_reward
     if name != "math":
-        said = f"task.reward={name}"
         function = load_object(name, "task.reward")
-        if takes_group(function):
-            return _group_function(function, said)
         usage = "reward(prompt, completion, answer)"
+        asked = optional(function, NO_COMPLETION)
+        if takes_group(function):
+            usage = "score_group(prompt, completions, answer)"
+            asked = {}
         check_call(
-            function,
-            (None, "", None),
-            optional(function, NO_COMPLETION, 3),
-            said=said,
-            usage=usage,
+            function, (None, "", None), asked, said=f"task.reward={name}", usage=usage
         )
 
-    def score(prompt: Prompt, completion: str) -> object:
-        return function(prompt, completion, prompt.answer)
+    # With the function's own parameters, by which takes_group() and optional() know what
+    # to pass.
+    @wraps(function, updated=())
+    def score(prompt: Prompt, given: str | Completions, **asked: Completion) -> object:
+        return function(prompt, given, prompt.answer, **asked)
 
-    def score_sampled(
-        prompt: Prompt, completion: str, *, sampled: Completion
-    ) -> object:
-        return function(prompt, completion, prompt.answer, sampled=sampled)
-
-    return score_sampled if optional(function, NO_COMPLETION, 3) else score
+    return score
 
 
 def _several(names: Sequence[str]) -> RewardFunction:
@@ -124,16 +119,6 @@ async def _joined(results: Mapping[str, object]) -> Mapping[str, object]:
 
 def _no_function(prompt: Prompt, completion: str) -> Reward:
     raise no_reward(prompt)
-
-
-def _group_function(function: RewardFunction, said: str) -> RewardFunction:
-    usage = "score_group(prompt, completions, answer)"
-    check_call(function, (None, [""], None), {}, said=said, usage=usage)
-
-    def score_group(prompt: Prompt, completions: Completions) -> object:
-        return function(prompt, completions, prompt.answer)
-
-    return score_group
 
 
 def takes_group(function: RewardFunction) -> bool:
@@ -187,17 +172,15 @@ def user_code(*passed: type[BaseException]) -> Iterator[None]:
             os._exit(0)
 
 
-def optional(
-    function: RewardFunction, sampled: Completion, num_others: int = 2
-) -> Mapping[str, Completion]:
-    """Return what the function asks for by name, after `num_others` positional
-    arguments: `sampled`, the ids and logprobs.
+def optional(function: RewardFunction, sampled: Completion) -> Mapping[str, Completion]:
+    """Return what the function asks for by name, after prompt and completion:
+    `sampled`, the ids and logprobs.
     """
     names = [
         one.name
         for place, one in enumerate(_parameters(function).values())
         if one.kind is one.KEYWORD_ONLY
-        or (place >= num_others and one.kind is one.POSITIONAL_OR_KEYWORD)
+        or (place >= 2 and one.kind is one.POSITIONAL_OR_KEYWORD)
     ]
     return {"sampled": sampled} if "sampled" in names else {}
 

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 from uuid import UUID
 
 import xxhash
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, Message, first_fault
 from asyncrl.base.progress import LongWork, told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.config import TaskConfig
+from asyncrl.messages.json_values import without_nulls
 from asyncrl.messages.records import (
     Prompt,
     Reward,
@@ -82,19 +83,13 @@ class _ChatMessage(Message):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Field(strict=True)]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_none(cls, given: object) -> object:
-        # Parquet gives all structs of a column the same fields, and fills absent ones
-        # with None.
-        return (
-            {k: v for k, v in given.items() if v is not None}
-            if isinstance(given, Mapping)
-            else given
-        )
 
-
-_CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
+_CHAT = TypeAdapter(
+    Annotated[
+        list[Annotated[_ChatMessage, BeforeValidator(without_nulls)]],
+        Field(min_length=1),
+    ]
+)
 
 
 def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:

@@ -153,7 +153,7 @@ def make_producers(
         "retries": values.pop("retries", 0),
         "failures": values.pop("failures", RecentFailures()),
     }
-    others = {"scorers": FakeScorer()} | {
+    others = {"scorers": FakeScorer(), "on_failed": lambda *_: None} | {
         name: values.pop(name)
         for name in ("on_failed", "scorers", "annotations", "columns")
         if name in values
@@ -168,6 +168,7 @@ def make_producers(
         spawn=spawn,
         journal=journal,
         late=late,
+        on_finished=lambda _: None,
         capacity=capacity,
         config=RolloutConfig(**values),
         **others,

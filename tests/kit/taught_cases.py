@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from token_cases import trajectory_of
 
+from asyncrl.extensions.scoring.teacher import Scoring
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.messages.records import Prompt, Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import (
@@ -24,7 +25,19 @@ from asyncrl.messages.tokens import (
 )
 
 VOCABULARY = 52
+SCORING = {
+    "top_k": 0,
+    "num_ids": 2**31,
+    "scores": lambda _: True,
+    "prompts": None,
+    "notes_version": False,
+}
 QUESTION = Prompt("sums/e0/0", ({"role": "user", "content": "1+2"},))
+
+
+def make_scoring(temperature: float = 1.0, **given: Any) -> Scoring:
+    """Make the scoring of a teacher of all tasks."""
+    return Scoring(temperature=temperature, **SCORING | given)
 
 
 def make_branch(num_tokens: int, sampled: list[slice], seed: int = 0) -> Trajectory:

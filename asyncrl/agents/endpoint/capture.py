@@ -30,7 +30,7 @@ from asyncrl.agents.endpoint.prefix_match import (
     end_of,
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
-from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.errors import OutcomeUnusable, RolloutFailure
 from asyncrl.base.failures import WAYS_OUT, FailureKind
 from asyncrl.messages.records import (
     MAIN_AGENT,
@@ -472,11 +472,10 @@ def _turns(
     rewards = outcome.earned or {last.name: reward}
     states = outcome.turn_states
     if unknown := states.keys() - {node.name for node in nodes}:
-        raise RolloutFailure(
+        raise OutcomeUnusable(
             f"its turn_states name {sorted(unknown)[:5]}, which it does not have",
             rule="turn_states names completions",
             way_out="name answers by their `id`.",
-            kind=FailureKind.CORRUPT_RESULT,
         )
     turns = dict[ChatNode, Earned]()
     for node in nodes:

@@ -26,13 +26,13 @@ import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.chat_node import ChatNode, Deviation, Prefix
-from asyncrl.agents.endpoint.requests import repaired
 from asyncrl.agents.endpoint.tool_formats import (
     Marks,
     close_thought,
     drop_marks,
     split_thought,
 )
+from asyncrl.messages.json_values import as_object
 from asyncrl.messages.worker_api import ChatTokenizer, new_hash
 
 Message = Mapping[str, Any]
@@ -162,7 +162,7 @@ def _tool_call(call: Message, defaults: Defaults) -> list[str]:
     name = call["function"]["name"]
     known = defaults.get(name, {})
     # a call that was cut while it was streamed comes back repaired
-    given = _plain(_to_json(repaired(call["function"].get("arguments"))))
+    given = _plain(_to_json(as_object(call["function"].get("arguments"))))
     arguments = {
         key: value
         for key, value in given.items()

@@ -30,6 +30,7 @@ from typing_extensions import TypedDict
 
 from asyncrl.messages.codec import bias_fault
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
+from asyncrl.messages.json_values import as_object
 from asyncrl.messages.sampling import (
     SAMPLING_PARAMETERS,
     LogitBias,
@@ -239,21 +240,12 @@ class OpenDict(TypedDict):
     __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]
 
 
-def repaired(arguments: object) -> object:
-    """Replace arguments that are not an object by `{}`, like vLLM: every later call has
-    the same history.
-    """
-    with contextlib.suppress(ValueError):
-        arguments = from_json(arguments) if isinstance(arguments, str) else arguments
-    return arguments if isinstance(arguments, dict) else {}
-
-
 class _CalledFunction(OpenDict):
     name: str
     arguments: NotRequired[
         Annotated[
             dict[str, object],
-            BeforeValidator(repaired, json_schema_input_type=str | dict[str, object]),
+            BeforeValidator(as_object, json_schema_input_type=str | dict[str, object]),
         ]
     ]
 

@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import AnyTask, Session
-from asyncrl.base.errors import ConfigError, RolloutFailure, first_fault, needing
+from asyncrl.base.errors import (
+    ConfigError,
+    OutcomeUnusable,
+    RolloutFailure,
+    first_fault,
+    needing,
+)
 from asyncrl.base.failures import FailureKind, kind_of_error
 from asyncrl.config import GeneratorConfig, RunConfig
 from asyncrl.extensions.openenv.settings import ADDRESS, OpenEnvArgs
@@ -312,12 +318,11 @@ class OpenEnvHarness:
         if reward is None and may_be_none:
             return None
         if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise RolloutFailure(
+            raise OutcomeUnusable(
                 f"{self._said}: the environment gave the reward {reward!r:.80}",
                 rule="a reward is a finite number, or null before `done`; NaN and infinity arrive as null",
                 way_out="correct the environment; generator.args.without_reward lets an "
                 "episode end without a reward.",
-                kind=FailureKind.CORRUPT_RESULT,
             )
         return float(reward)
 

@@ -370,9 +370,7 @@ class RayProcess(Process):
             # it, then ends its process.
             self.url, pid = await asyncio.shield(self._starting)
         except ComponentError as error:
-            raise type(error)(
-                self.name, error.fault, rule=error.rule, way_out=error.way_out
-            ) from error
+            raise error.as_kind(type(error), self.name) from error
         self.place = f"process {pid} on {self._on.node.name}"
 
     def renewed(self) -> RayProcess:

@@ -48,8 +48,10 @@ def check_models(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Iterator
         if architecture := read_architecture(here):
             label = find_label(model, architecture)
             yield f"reward model: {model.path}, the logit {label}"
-    yield from reach_teachers(config)
     for teacher in teachers(config):
+        if teacher.base_url is not None:
+            asyncio.run(_reach(teacher, config))
+            yield f"teacher: {teacher.path} at {teacher.base_url} answers"
         if teacher.prompt is not None and load_prompt_function(teacher.prompt) is None:
             for name, task in tasks.items():
                 if teacher.scores(name):
@@ -97,14 +99,6 @@ def _check_served_judge(judge: JudgeConfig) -> None:
         raise ConfigError(
             f"{source}: {error.what}", way_out="name a model that answers chats."
         ) from error
-
-
-def reach_teachers(config: RunConfig) -> Iterator[str]:
-    """Try the servers that others have started. Blocks. Raises ConfigError."""
-    for teacher in teachers(config):
-        if teacher.base_url is not None:
-            asyncio.run(_reach(teacher, config))
-            yield f"teacher: {teacher.path} at {teacher.base_url} answers"
 
 
 async def _reach(teacher: TeacherConfig, config: RunConfig) -> None:

@@ -81,11 +81,11 @@ def engine_role(config: RunConfig, role: Role) -> Role:
     """Let the rollout engines score texts, if one of the teachers is the policy."""
     if not any(teacher.policy for teacher in teachers(config)):
         return role
-    maker = replace(role.maker, module=TEACHER_SERVER, spec=_policy_spec)
+    maker = replace(role.maker, module=TEACHER_SERVER, spec=_reader_spec)
     return replace(role, maker=maker, read_slots=POLICY_SLOTS)
 
 
-def _policy_spec(order: ServerOrder) -> Body:
+def _reader_spec(order: ServerOrder) -> Body:
     return embedded_spec(order) | {"score_slots": order.role.read_slots}
 
 
@@ -136,14 +136,15 @@ def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
 
     maker = replace(maker_of(teacher.engine), client=client)
     if teacher.is_embedded:
-        maker = ServerMaker(TEACHER_SERVER, _teacher_spec, client)
+        maker = ServerMaker(TEACHER_SERVER, _reader_spec, client)
     remote = remote_caller(teacher)
     return Role(
         name=name,
         maker=maker,
         engine=teacher.engine,
         model=own,
-        slots=TEACHER_SLOTS + 1 if teacher.is_embedded else TEACHER_SLOTS,
+        slots=1 if teacher.is_embedded else TEACHER_SLOTS,
+        read_slots=TEACHER_SLOTS if teacher.is_embedded else 0,
         max_length=config.rollout.max_length + own.num_sampled,
         key=TEACHER,
         device=TEACHER_DEVICE.of(config.placement),
@@ -157,10 +158,6 @@ def remote_caller(teacher: TeacherConfig) -> Caller:
     """Return the caller of base_url; of no address if the run serves the teacher."""
     url = (teacher.base_url or "").rstrip("/").removesuffix("/v1")
     return Caller(TEACHER, url, os.environ.get(teacher.key_variable or "", ""))
-
-
-def _teacher_spec(order: ServerOrder) -> Body:
-    return embedded_spec(order) | {"slots": 1, "score_slots": TEACHER_SLOTS}
 
 
 def teacher_client(

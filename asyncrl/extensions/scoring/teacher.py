@@ -52,11 +52,11 @@ class Scoring:
     """
 
     temperature: float
-    top_k: int = 0
-    num_ids: int = 2**31
-    scores: Callable[[str], bool] = lambda _: True
-    prompts: TeacherPrompts | None = None
-    notes_version: bool = False
+    top_k: int
+    num_ids: int
+    scores: Callable[[str], bool]
+    prompts: TeacherPrompts | None
+    notes_version: bool
     num_scored: int = 0
     num_untaught: int = 0
     wait_s: float = 0.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from asyncrl.config.fields import (
     EngineWith,
     FrozenConfig,
     Name,
     NotWith,
+    OneOrSeveral,
     OnlyWith,
-    tag_of,
 )
 
 TEACHER_SLOTS = 16
@@ -81,8 +81,4 @@ class TeacherConfig(FrozenConfig):
         return self.tasks is None or not task or task in self.tasks
 
 
-Teachers = Annotated[
-    Annotated[TeacherConfig, Tag("[one]")]
-    | Annotated[list[TeacherConfig], Field(min_length=1), Tag("[several]")],
-    Discriminator(tag_of),
-]
+Teachers = OneOrSeveral[TeacherConfig]

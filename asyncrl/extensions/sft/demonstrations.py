@@ -28,6 +28,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.progress import told_if_long
 from asyncrl.base.user_code import message_of
 from asyncrl.extensions.sft.sft_config import DataConfig
+from asyncrl.messages.json_values import without_nulls
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory
 from asyncrl.messages.tokens import Tokens, spans_of
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, is_written
@@ -280,7 +281,7 @@ def _refuse_columns(row: Mapping[str, object], place: str) -> None:
     for name, value in row.items():
         is_marked = name in MARKS and value not in (None, True)
         is_bad = name in RATINGS and value is False
-        is_unread = name in UNREAD_COLUMNS and _without_nulls(value) not in EMPTY
+        is_unread = name in UNREAD_COLUMNS and without_nulls(value) not in EMPTY
         if is_marked or is_unread or is_bad:
             raise ConfigError(
                 f"{place} has the column {name}: {value!r:.160}",
@@ -330,7 +331,7 @@ def _messages(content: object, role: str | None, where: str) -> Chat:
     if role is not None and isinstance(content, str):
         chat = [{"role": role, "content": content}]
     try:
-        return list(_CHAT.validate_python(_without_nulls(chat)))
+        return list(_CHAT.validate_python(without_nulls(chat)))
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(map(str, first["loc"]))
@@ -344,7 +345,7 @@ def _messages(content: object, role: str | None, where: str) -> Chat:
 def _tools_of(given: object, place: str) -> Sequence[Mapping[str, Any]]:
     """Return tools, which may be JSON text. Raises ConfigError."""
     try:
-        tools: Any = _decoded(_without_nulls(given) or None) or []
+        tools: Any = _decoded(without_nulls(given) or None) or []
         [tool["function"]["name"] for tool in tools]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
@@ -353,17 +354,6 @@ def _tools_of(given: object, place: str) -> Sequence[Mapping[str, Any]]:
             way_out="correct the row.",
         ) from error
     return list(tools)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out keys without a value. Parquet files and datasets give every object the
-    keys of all others, as null.
-    """
-    if isinstance(value, dict):
-        return {
-            name: _without_nulls(one) for name, one in value.items() if one is not None
-        }
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _tokens(row: _Row) -> Tokens:

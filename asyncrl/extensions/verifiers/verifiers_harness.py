@@ -221,8 +221,9 @@ def _metrics_of(trace: Any, rewards: Mapping[str, Any]) -> dict[str, float]:
         for name, reward in rewards.items()
         if reward is not None
     }
-    values = {name: value for name, value in trace.metrics.items() if value is not None}
-    return metrics | {name: float(value) for name, value in values.items()}
+    return metrics | {
+        name: float(value) for name, value in trace.metrics.items() if value is not None
+    }
 
 
 def _kind_of(error: Any, *, has_answer: bool) -> FailureKind:

@@ -180,10 +180,9 @@ def validate(
     check_prompts(config, found, tokenizer)
     if tokenizer is not None:
         found.lines += later_prompts(config, tokenizer)
+        find_models(config, tokenizer, find_on_disk)
     elif ":" in config.gateway.tool_format:
         find_tool_format(config.gateway.tool_format, "")
-    if tokenizer is not None:
-        find_models(config, tokenizer, find_on_disk)
     try_engines(config, found)
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)

@@ -26,13 +26,12 @@ def check_prompts(
 ) -> None:
     by_task = dict[str, list[Prompt]]()
     agents = {
-        _called("task", name)
-        for name, generator in config.generators.items()
-        if generator.is_harness
-    }
-    agents |= {
-        _called("eval task", name)
-        for name, generator in config.eval_generators.items()
+        _called(kind, name)
+        for kind, generators in (
+            ("task", config.generators),
+            ("eval task", config.eval_generators),
+        )
+        for name, generator in generators.items()
         if generator.is_harness
     }
     if len(found.tasks) == len(config.tasks):

@@ -137,19 +137,18 @@ def try_reward(
                 result = call(function, prompt, given, asked)
                 if isinstance(result, Awaitable):
                     result = asyncio.run(call_async(result, given))
-                if isinstance(result, list) and not takes_group:
+                if takes_group:
+                    rewards.extend(result)
+                    continue
+                if isinstance(result, list):
                     check_spans(result, num_tokens=0)
-                elif not takes_group:
+                else:
                     result = weighted(result, weights)
+                rewards.append(result)
             except UnreadableAnswer:
-                result = 0.0
+                rewards.append(0.0)
             except UserCodeFailed as failure:
                 rewards.extend([failure] * (len(texts) if takes_group else 1))
-                continue
-            if takes_group:
-                rewards.extend(result)
-            else:
-                rewards.append(result)
         sending.send(rewards)
 
     def score_in_thread() -> None:
