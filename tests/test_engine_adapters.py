@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+import weakref
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
+    DropAdapterRequest,
     LoadChunkRequest,
     OpenAdapterRequest,
     PrepareRequest,
@@ -39,6 +41,8 @@ from asyncrl.messages.engine_api import (
 )
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
+from asyncrl.models.low_rank import noted_calls
+from asyncrl_servers.embedded import decoder
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.scoring.teacher_server import Scorer, TeacherSpec
@@ -106,6 +110,88 @@ def test_mixed_adapters_have_the_bits_of_each_alone(
     assert len({tuple(one.token_ids) for one in answers[:3]}) == 3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_adapters_have_the_bits_of_each_alone(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Two blocks of adapters, with other ranks, scales and layers in one block."""
+    engine = make_engine(folder, max_adapters=6, dtype=dtype, deterministic=True)
+    ranks = {"a": 4, "b": 8, "c": 16, "d": 20, "e": 4, "f": 1}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        targets = ["q_proj"] if name == "b" else ["q_proj", "down_proj", "lm_head"]
+        request = OpenAdapterRequest(
+            adapter=name, rank=rank, scale=0.3 + seed, targets=targets
+        )
+        iterate_until(engine, engine.open_adapter(request))
+        kept = engine.weights_of(name).adapter.tensors
+        tensors = {
+            key: one
+            for key, one in tensors_of(folder, seed, rank).items()
+            if key in kept
+        }
+        iterate_until(engine, push(engine, name, tensors, 1, tmp_path))
+    requests = [request_to(name, max_tokens=12) for name in ["", *ranks]]
+    together = segments_of(engine, *requests)
+    for request, answer in zip(requests, together, strict=True):
+        (alone,) = segments_of(engine, request)
+        assert drawn(answer) == drawn(alone), request.adapter
+    assert len({tuple(one.token_ids) for one in together}) == 7
+
+
+def test_joined_adapters_follow_pushes(folder: Path, tmp_path: Path) -> None:
+    engine = served(folder, tmp_path, "a", "b")
+    requests = [request_to("a", max_tokens=8), request_to("b", max_tokens=8)]
+    before = segments_of(engine, *requests)
+    tensors = tensors_of(folder, 9, 8)
+    iterate_until(engine, push(engine, "b", tensors, 2, tmp_path))
+    of_a, of_b = segments_of(engine, *requests)
+    (alone,) = segments_of(engine, requests[1])
+    assert drawn(of_a) == drawn(before[0])
+    assert drawn(of_b) == drawn(alone) != drawn(before[1])
+
+
+def test_joined_copies_end_with_a_drop_and_a_sleep(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "a", "b")
+    requests = [request_to("a", max_tokens=3), request_to("b", max_tokens=3)]
+    copies = []
+    drop = partial(engine.drop_adapter, DropAdapterRequest(adapter="b"))
+    for end in (drop, engine.sleep):
+        assert not engine.runner.joined.layers
+        segments_of(engine, *requests)
+        layer = engine.runner.joined.layers["lm_head"]
+        copies.append(weakref.ref(layer.up))
+        del layer
+        iterate_until(engine, end())
+        requests[1] = request_to("", max_tokens=3)
+    assert [copy() for copy in copies] == [None, None]
+
+
+def test_layers_with_some_tokens_refuse_several_adapters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts that are modules of their own."""
+
+    @contextmanager
+    def noted(model: Any) -> Any:
+        with noted_calls(model) as called:
+            yield called
+        called["model.layers.#.mlp.down_proj"].add(7)
+
+    monkeypatch.setattr(decoder, "noted_calls", noted)
+    engine = make_engine(folder, adapters=spec(4, "q_proj"))
+    opened = engine.open_adapter(OpenAdapterRequest(adapter="a", **spec()))
+    iterate_until(engine, opened)
+    with pytest.raises(Refused, match="layers.0.mlp.down_proj") as refusal:
+        opened.result()
+    assert refusal.value.status == 422
+    other = OpenAdapterRequest(adapter="a", **spec(4, "q_proj", "lm_head"))
+    opened = engine.open_adapter(other)
+    iterate_until(engine, opened)
+    assert opened.result().names == ["", "a"]
+
+
 def test_a_generic_forward_has_the_bits_of_each_alone(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -158,8 +244,8 @@ def test_the_check_at_start_reads_several_adapters(
     step = Runner.step
 
     def noted(self: Any, *of: Any, adapters: Any = (), **named: Any) -> torch.Tensor:
-        downs = [next(iter(one.low_ranks.values())).down for one in adapters[:4]]
-        seen.add(tuple(map(len, downs)))
+        ranks = [one.rank for one in adapters[:4]]
+        seen.add(tuple(ranks))
         return step(self, *of, adapters=adapters, **named)
 
     monkeypatch.setattr(Runner, "step", noted)

@@ -144,7 +144,7 @@ class Engine:
         return self.ask(partial(self._commit, request))
 
     def open_adapter(self, request: api.OpenAdapterRequest) -> Future[api.OpenAdapters]:
-        """Add an adapter without content. Raises Refused (400, 409)."""
+        """Add an adapter without content. Raises Refused (400, 409, 422)."""
         return self.ask(partial(self._open, request))
 
     def drop_adapter(self, request: api.DropAdapterRequest) -> Future[api.OpenAdapters]:
@@ -343,6 +343,14 @@ class Engine:
             weights = Weights(loaded, self.spec, request, asleep)
         except ConfigError as error:
             raise Refused(400, error.what, rule=error.rule) from None
+        for adapter in (loaded.adapter, weights.adapter):
+            if partial_layer := loaded.partial_layer(adapter):
+                raise Refused(
+                    422,
+                    f"adapter {name!r} cannot be opened: {partial_layer} gets some tokens of a call only",
+                    rule="with several adapters, their layers get all tokens of a call",
+                    way_out="leave the layer out of the targets of all adapters.",
+                )
         self._weights = {**self._weights, name: weights}
         answer.set_result(api.OpenAdapters(names=[*self._weights]))
 
@@ -353,6 +361,8 @@ class Engine:
         kept = {name: one for name, one in self._weights.items() if one is not dropped}
         self._weights = kept
         self._scheduler.forget(dropped)
+        for reader in filter(None, (self.runner, self.reader)):
+            reader.joined.clear()
         # A commit that waited for its rows is answered at the end of this iteration.
         answer.set_result(api.OpenAdapters(names=[*kept]))
 
@@ -478,6 +488,7 @@ def check_determinism(
     for deterministic=auto continue without exact mode, and note it.
     """
     cause = find_dependence(runner, adapters)
+    runner.joined.clear()
     if not cause:
         return
     what = f"a sequence's logits depend on {cause} ({runner.loaded.dtype})"
