@@ -41,9 +41,18 @@ from asyncrl.messages.engine_api import (
 )
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.models.low_rank import noted_calls
+from asyncrl.models.low_rank import LowRank, noted_calls
+from asyncrl.weights.tensor_files import SUFFIXES
 from asyncrl_servers.embedded import decoder
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.row_adapters import (
+    RANK_STEP,
+    Adapter,
+    Added,
+    JoinedAdapters,
+    adapted,
+    padded,
+)
 from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.scoring.teacher_server import Scorer, TeacherSpec
 
@@ -136,6 +145,37 @@ def test_many_adapters_have_the_bits_of_each_alone(
         (alone,) = segments_of(engine, request)
         assert drawn(answer) == drawn(alone), request.adapter
     assert len({tuple(one.token_ids) for one in together}) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 96), (640, 1920), (1920, 640), (1024, 1024)])
+def test_joined_layers_have_the_bits_of_each_alone(
+    dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    num_in, num_out = sizes
+    generator = torch.Generator().manual_seed(0)
+    random = partial(torch.randn, generator=generator)
+    for ranks in ((4, 8, 16, 1, 32), (64, 64, 20), (16,) * 16):
+        adapters = list[Adapter]()
+        for rank in ranks:
+            width = padded(rank, RANK_STEP)
+            down, up = torch.zeros(width, num_in), torch.zeros(num_out, width)
+            down[:rank], up[:, :rank] = random(rank, num_in), random(num_out, rank)
+            low_rank = LowRank(down.to(dtype), up.to(dtype), 0.3 * rank)
+            adapters.append(Adapter({"layer": low_rank}, rank))
+        owners = [adapters[row % len(adapters)] for row in range(30)]
+        x, product = random(32, num_in).to(dtype), random(32, num_out).to(dtype)
+        added = Added("layer", is_head=False, own=None)
+        several = JoinedAdapters().of_rows(owners, len(x))
+        with adapted(several, None):
+            found = added.add(product, x)
+        assert torch.equal(found[30:], product[30:]), "padding"
+        for number, adapter in enumerate(adapters):
+            alone = JoinedAdapters().of_rows([adapter], len(x))
+            with adapted(alone, None):
+                expected = added.add(product, x)
+            own = slice(number, 30, len(adapters))
+            assert torch.equal(found[own], expected[own]), (ranks, number)
 
 
 def test_joined_adapters_follow_pushes(folder: Path, tmp_path: Path) -> None:
@@ -445,7 +485,10 @@ def test_a_diverged_adapter_ends_only_its_requests(
     expected = segments_of(engine, *mixed("a"))
     of_a, of_b = halfway(engine, request_to("a"), request_to("b"))
     (alone,) = segments_of(served(folder, tmp_path, "a"), request_to("a"))
-    broken = {key: one * torch.nan for key, one in tensors_of(folder, 1, 8).items()}
+    broken = {
+        key: one * torch.nan if key.endswith(SUFFIXES[1]) else one
+        for key, one in tensors_of(folder, 1, 8).items()
+    }
     iterate_until(engine, push(engine, "b", broken, 2, tmp_path, "keep"), of_a, of_b)
     assert drawn(of_a.result()) == drawn(alone)
     with pytest.raises(Refused, match="'b'.*policy_version 2.*non-finite"):
