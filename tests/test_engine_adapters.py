@@ -168,12 +168,12 @@ def test_joined_layers_have_the_bits_of_each_alone(
         added = Added("layer", is_head=False, own=None)
         several = JoinedAdapters().of_rows(owners, len(x))
         with adapted(several, None):
-            found = added.add(product, x)
+            found = added.add(product.clone(), x)
         assert torch.equal(found[30:], product[30:]), "padding"
         for number, adapter in enumerate(adapters):
             alone = JoinedAdapters().of_rows([adapter], len(x))
             with adapted(alone, None):
-                expected = added.add(product, x)
+                expected = added.add(product.clone(), x)
             own = slice(number, 30, len(adapters))
             assert torch.equal(found[own], expected[own]), (ranks, number)
 
@@ -489,7 +489,7 @@ def test_a_diverged_adapter_ends_only_its_requests(
         key: one * torch.nan if key.endswith(SUFFIXES[1]) else one
         for key, one in tensors_of(folder, 1, 8).items()
     }
-    iterate_until(engine, push(engine, "b", broken, 2, tmp_path, "keep"), of_a, of_b)
+    iterate_until(engine, push(engine, "b", broken, 2, tmp_path, "keep_kv"), of_a, of_b)
     assert drawn(of_a.result()) == drawn(alone)
     with pytest.raises(Refused, match="'b'.*policy_version 2.*non-finite"):
         of_b.result()

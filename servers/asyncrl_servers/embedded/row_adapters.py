@@ -172,7 +172,9 @@ class Added(NamedTuple):
     own: LowRank | None
 
     def add(self, product: Tensor, x: Tensor) -> Tensor:
-        """Return product [..., out] = W x with the adapters of its rows."""
+        """Return product [..., out] = W x with the adapters of its rows; may write into
+        it.
+        """
         in_use = in_call.of_head if self.is_head else in_call.of_layers
         if in_use is None:
             return product if self.own is None else self.own.add(product, x)
@@ -188,8 +190,8 @@ class Added(NamedTuple):
         narrow_SPK = narrow_SPK.masked_fill(in_use.is_other, 0.0).to(x.dtype)
         added_NO = (narrow_SPK @ layer.up).flatten(0, 1)
         # Free places add zeros.
-        flat_RO = product.flatten(0, -2).index_add(0, row_N, added_NO)
-        return flat_RO.view(product.shape)
+        product.view(-1, product.shape[-1]).index_add_(0, row_N, added_NO)
+        return product
 
 
 @contextmanager
