@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+import weakref
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
+    DropAdapterRequest,
     LoadChunkRequest,
     OpenAdapterRequest,
     PrepareRequest,
@@ -39,7 +41,18 @@ from asyncrl.messages.engine_api import (
 )
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
+from asyncrl.models.low_rank import LowRank, noted_calls
+from asyncrl.weights.tensor_files import SUFFIXES
+from asyncrl_servers.embedded import decoder
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.row_adapters import (
+    RANK_STEP,
+    Adapter,
+    Added,
+    JoinedAdapters,
+    adapted,
+    padded,
+)
 from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.scoring.teacher_server import Scorer, TeacherSpec
 
@@ -106,6 +119,119 @@ def test_mixed_adapters_have_the_bits_of_each_alone(
     assert len({tuple(one.token_ids) for one in answers[:3]}) == 3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_adapters_have_the_bits_of_each_alone(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Two blocks of adapters, with other ranks, scales and layers in one block."""
+    engine = make_engine(folder, max_adapters=6, dtype=dtype, deterministic=True)
+    ranks = {"a": 4, "b": 8, "c": 16, "d": 20, "e": 4, "f": 1}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        targets = ["q_proj"] if name == "b" else ["q_proj", "down_proj", "lm_head"]
+        request = OpenAdapterRequest(
+            adapter=name, rank=rank, scale=0.3 + seed, targets=targets
+        )
+        iterate_until(engine, engine.open_adapter(request))
+        kept = engine.weights_of(name).adapters[""].tensors
+        tensors = {
+            key: one
+            for key, one in tensors_of(folder, seed, rank).items()
+            if key in kept
+        }
+        iterate_until(engine, push(engine, name, tensors, 1, tmp_path))
+    requests = [request_to(name, max_tokens=12) for name in ["", *ranks]]
+    together = segments_of(engine, *requests)
+    for request, answer in zip(requests, together, strict=True):
+        (alone,) = segments_of(engine, request)
+        assert drawn(answer) == drawn(alone), request.adapter
+    assert len({tuple(one.token_ids) for one in together}) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 96), (640, 1920), (1920, 640), (1024, 1024)])
+def test_joined_layers_have_the_bits_of_each_alone(
+    dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    num_in, num_out = sizes
+    generator = torch.Generator().manual_seed(0)
+    random = partial(torch.randn, generator=generator)
+    for ranks in ((4, 8, 16, 1, 32), (64, 64, 20), (16,) * 16):
+        adapters = list[Adapter]()
+        for rank in ranks:
+            width = padded(rank, RANK_STEP)
+            down, up = torch.zeros(width, num_in), torch.zeros(num_out, width)
+            down[:rank], up[:, :rank] = random(rank, num_in), random(num_out, rank)
+            low_rank = LowRank(down.to(dtype), up.to(dtype), 0.3 * rank)
+            adapters.append(Adapter({"layer": low_rank}, rank))
+        owners = [adapters[row % len(adapters)] for row in range(30)]
+        x, product = random(32, num_in).to(dtype), random(32, num_out).to(dtype)
+        added = Added("layer", is_head=False, own=None)
+        several = JoinedAdapters().of_rows(owners, len(x))
+        with adapted(several, None):
+            found = added.add(product.clone(), x)
+        assert torch.equal(found[30:], product[30:]), "padding"
+        for number, adapter in enumerate(adapters):
+            alone = JoinedAdapters().of_rows([adapter], len(x))
+            with adapted(alone, None):
+                expected = added.add(product.clone(), x)
+            own = slice(number, 30, len(adapters))
+            assert torch.equal(found[own], expected[own]), (ranks, number)
+
+
+def test_joined_adapters_follow_pushes(folder: Path, tmp_path: Path) -> None:
+    engine = served(folder, tmp_path, "a", "b")
+    requests = [request_to("a", max_tokens=8), request_to("b", max_tokens=8)]
+    before = segments_of(engine, *requests)
+    tensors = tensors_of(folder, 9, 8)
+    iterate_until(engine, push(engine, "b", tensors, 2, tmp_path))
+    of_a, of_b = segments_of(engine, *requests)
+    (alone,) = segments_of(engine, requests[1])
+    assert drawn(of_a) == drawn(before[0])
+    assert drawn(of_b) == drawn(alone) != drawn(before[1])
+
+
+def test_joined_copies_end_with_a_drop_and_a_sleep(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = served(folder, tmp_path, "a", "b")
+    requests = [request_to("a", max_tokens=3), request_to("b", max_tokens=3)]
+    copies = []
+    drop = partial(engine.drop_adapter, DropAdapterRequest(adapter="b"))
+    for end in (drop, engine.sleep):
+        assert not engine.runner.joined.layers
+        segments_of(engine, *requests)
+        layer = engine.runner.joined.layers["lm_head"]
+        copies.append(weakref.ref(layer.up))
+        del layer
+        iterate_until(engine, end())
+        requests[1] = request_to("", max_tokens=3)
+    assert [copy() for copy in copies] == [None, None]
+
+
+def test_layers_with_some_tokens_refuse_several_adapters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As experts that are modules of their own."""
+
+    @contextmanager
+    def noted(model: Any) -> Any:
+        with noted_calls(model) as called:
+            yield called
+        called["model.layers.#.mlp.down_proj"].add(7)
+
+    monkeypatch.setattr(decoder, "noted_calls", noted)
+    engine = make_engine(folder, adapters=spec(4, "q_proj"))
+    opened = engine.open_adapter(OpenAdapterRequest(adapter="a", **spec()))
+    iterate_until(engine, opened)
+    with pytest.raises(Refused, match="layers.0.mlp.down_proj") as refusal:
+        opened.result()
+    assert refusal.value.status == 422
+    other = OpenAdapterRequest(adapter="a", **spec(4, "q_proj", "lm_head"))
+    opened = engine.open_adapter(other)
+    iterate_until(engine, opened)
+    assert opened.result().names == ["", "a"]
+
+
 def test_a_generic_forward_has_the_bits_of_each_alone(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -158,8 +284,8 @@ def test_the_check_at_start_reads_several_adapters(
     step = Runner.step
 
     def noted(self: Any, *of: Any, adapters: Any = (), **named: Any) -> torch.Tensor:
-        downs = [next(iter(one.low_ranks.values())).down for one in adapters[:4]]
-        seen.add(tuple(map(len, downs)))
+        ranks = [one.rank for one in adapters[:4]]
+        seen.add(tuple(ranks))
         return step(self, *of, adapters=adapters, **named)
 
     monkeypatch.setattr(Runner, "step", noted)
@@ -359,8 +485,11 @@ def test_a_diverged_adapter_ends_only_its_requests(
     expected = segments_of(engine, *mixed("a"))
     of_a, of_b = halfway(engine, request_to("a"), request_to("b"))
     (alone,) = segments_of(served(folder, tmp_path, "a"), request_to("a"))
-    broken = {key: one * torch.nan for key, one in tensors_of(folder, 1, 8).items()}
-    iterate_until(engine, push(engine, "b", broken, 2, tmp_path, "keep"), of_a, of_b)
+    broken = {
+        key: one * torch.nan if key.endswith(SUFFIXES[1]) else one
+        for key, one in tensors_of(folder, 1, 8).items()
+    }
+    iterate_until(engine, push(engine, "b", broken, 2, tmp_path, "keep_kv"), of_a, of_b)
     assert drawn(of_a.result()) == drawn(alone)
     with pytest.raises(Refused, match="'b'.*policy_version 2.*non-finite"):
         of_b.result()

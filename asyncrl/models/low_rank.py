@@ -8,7 +8,7 @@ W + scale * B A. So all sides of a run add. Only exported models are merged.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
@@ -40,15 +40,19 @@ class LowRank(NamedTuple):
 
 
 @contextmanager
-def noted_calls(model: PreTrainedModel) -> Iterator[set[str]]:
+def noted_calls(model: PreTrainedModel) -> Iterator[dict[str, set[int]]]:
     """Note the kinds of linear layers that a forward pass calls, as names without the
-    numbers of layers.
+    numbers of layers, and the numbers of tokens that they get.
     """
     linear: dict[nn.Module, str] = {
-        one: _kind(name) for name, one in model.named_modules() if _is_plain(one)
+        one: kind_of(name) for name, one in model.named_modules() if _is_plain(one)
     }
-    called = set[str]()
-    with hooked(linear, lambda kind, *_: called.add(kind)):
+    called = defaultdict[str, set[int]](set)
+
+    def note(kind: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        called[kind].add(output.shape[:-1].numel())
+
+    with hooked(linear, note):
         yield called
 
 
@@ -59,7 +63,7 @@ def _is_plain(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
@@ -88,7 +92,7 @@ def find_targets(
         elif (
             isinstance(one, nn.Linear)
             and times[id(one.weight)] == 1
-            and _kind(name) in called
+            and kind_of(name) in called
         ):
             linear.append(name)
     known = [*linear]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
@@ -25,7 +25,7 @@ from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import SUPPORT, TOP_IDS, TOP_LOGPROBS
 from asyncrl.models.devices import choose_device, own_memory, to_device
 from asyncrl.models.loading import load_language_model, loading
-from asyncrl.models.low_rank import LowRank, find_targets, noted_calls
+from asyncrl.models.low_rank import LowRank, find_targets, kind_of, noted_calls
 from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
 from asyncrl.models.support import has_experts, has_states
@@ -41,7 +41,7 @@ from asyncrl_servers.embedded.kv_attention import (
     RoutedExperts,
     in_force,
 )
-from asyncrl_servers.embedded.row_adapters import Adapter, Added
+from asyncrl_servers.embedded.row_adapters import RANK_STEP, Adapter, Added, padded
 from asyncrl_servers.embedded.slot_states import Cut, Mixer
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
@@ -205,13 +205,24 @@ class LoadedModel:
     def make_adapter(self, spec: AdapterSpec) -> Adapter:
         """Return an adapter of zeros. Raises ConfigError."""
         low_ranks = dict[str, LowRank]()
+        rank = padded(spec.rank, RANK_STEP)
         for name in find_targets(self.model, spec.targets, self._called):
             weight = self.model.get_submodule(name).get_parameter("weight")
             num_out, num_in = weight.shape
-            down = weight.new_zeros(spec.rank, num_in, dtype=self.dtype)
-            up = weight.new_zeros(num_out, spec.rank, dtype=self.dtype)
+            down = weight.new_zeros(rank, num_in, dtype=self.dtype)
+            up = weight.new_zeros(num_out, rank, dtype=self.dtype)
             low_ranks[name] = LowRank(down, up, spec.scale)
-        return Adapter(low_ranks)
+        return Adapter(low_ranks, spec.rank)
+
+    def partial_layer(self, adapters: Iterable[Adapter]) -> str | None:
+        """Return the name of an adapted layer that does not get all tokens of a call, for
+        example an expert that is a module of its own.
+        """
+        everything = {len(self.probe_ids)}
+        for name in chain.from_iterable(one.low_ranks for one in adapters):
+            if self._called[kind_of(name)] != everything:
+                return name
+        return None
 
     def _use_adapters(self) -> None:
         """Let all linear layers add their adapters."""

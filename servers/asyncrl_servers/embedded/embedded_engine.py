@@ -144,7 +144,7 @@ class Engine:
         return self.ask(partial(self._commit, request))
 
     def open_adapter(self, request: api.OpenAdapterRequest) -> Future[api.OpenAdapters]:
-        """Add an adapter without content. Raises Refused (400, 409)."""
+        """Add an adapter without content. Raises Refused (400, 409, 422)."""
         return self.ask(partial(self._open, request))
 
     def drop_adapter(self, request: api.DropAdapterRequest) -> Future[api.OpenAdapters]:
@@ -344,6 +344,14 @@ class Engine:
             weights = Weights(loaded, self.spec, request, asleep)
         except ConfigError as error:
             raise Refused(400, error.what, rule=error.rule) from None
+        adapters = [*loaded.adapters.values(), *weights.adapters.values()]
+        if partial_layer := loaded.partial_layer(adapters):
+            raise Refused(
+                422,
+                f"adapter {name!r} cannot be opened: {partial_layer} gets some tokens of a call only",
+                rule=WHOLE_CALLS,
+                way_out="leave the layer out of the targets of all adapters.",
+            )
         self._weights = {**self._weights, name: weights}
         answer.set_result(api.OpenAdapters(names=[*self._weights]))
 
@@ -354,8 +362,13 @@ class Engine:
         kept = {name: one for name, one in self._weights.items() if one is not dropped}
         self._weights = kept
         self._scheduler.forget(dropped)
+        for reader in filter(None, (self.runner, self.reader)):
+            reader.joined.clear()
         # A commit that waited for its rows is answered at the end of this iteration.
         answer.set_result(api.OpenAdapters(names=[*kept]))
+
+
+WHOLE_CALLS = "with several adapters, their layers get all tokens of a call"
 
 
 def _refuse_role(weights: Weights, role: str) -> None:
@@ -383,6 +396,13 @@ def build_engine(
         loaded = LoadedModel(spec)
     except ConfigError as error:
         fail(error.what, rule=error.rule, way_out=error.way_out)
+    adapters = [*loaded.adapters.values()]
+    if len(adapters) > 1 and (partial_layer := loaded.partial_layer(adapters)):
+        fail(
+            f"{partial_layer} gets some tokens of a call only",
+            rule=WHOLE_CALLS,
+            way_out="leave the layer out of the targets of trainer.roles.",
+        )
     runner = Runner(
         loaded,
         spec.slots + spec.num_kept,
@@ -490,6 +510,7 @@ def check_determinism(
     for deterministic=auto continue without exact mode, and note it.
     """
     cause = find_dependence(runner, adapters)
+    runner.joined.clear()
     if not cause:
         return
     what = f"a sequence's logits depend on {cause} ({runner.loaded.dtype})"

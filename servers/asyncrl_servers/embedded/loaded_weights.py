@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -74,11 +75,12 @@ class Weights(WeightState):
         super().__init__(self._stored_kinds.keys(), asleep)
         self.has_content = opened is None
         self._device = loaded.device
-        self._stays = spec.stays
         self._aside: Aside | None = None
         """Of initial weights that no push brings."""
         if spec.aside_dir is not None and opened is None:
             self._aside = Aside(loaded.device, spec.aside_dir)
+        # The tensors of adapters are views of padded ones.
+        self._stays = spec.stays or (self._has_adapters and self._aside is None)
         self.num_bytes: int = sum(
             parameter.nbytes for parameter in self._parameters.values()
         )
@@ -162,6 +164,11 @@ class Weights(WeightState):
             else:
                 parameter.data = tensors[name]
         self.settle(request.version, request.digest)
+
+    def settle(self, version: int, digest: str) -> None:
+        super().settle(version, digest)
+        # Copies that were joined before have the previous numbers.
+        self.adapters = {role: replace(one) for role, one in self.adapters.items()}
 
     def free(self) -> int:
         """Free all weights and return the parameters' bytes. With `stays` the memory

@@ -35,7 +35,7 @@ from asyncrl_servers.embedded.kv_attention import (
     in_force,
     padded_length,
 )
-from asyncrl_servers.embedded.row_adapters import Adapter, AdapterRows, adapted
+from asyncrl_servers.embedded.row_adapters import Adapter, JoinedAdapters, adapted
 
 log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
@@ -84,6 +84,7 @@ class Runner:
         # every chunk after the first token by token.
         self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
+        self.joined = JoinedAdapters()
         self.graphs: DecodeGraphs | None = None
         self.memory: FixedMemory | None = None
         """Of the KV cache (None: torch's)."""
@@ -104,6 +105,7 @@ class Runner:
 
     def free_cache(self) -> int:
         """Free the memory of the KV cache, which no slot uses, and return its bytes."""
+        self.joined.clear()
         if self.memory is not None:
             return self.memory.unmap()
         num_bytes = self.cache.num_bytes
@@ -247,11 +249,12 @@ class Runner:
         # In exact mode the head's product needs padding too, or its bits would depend
         # on the number of prompts that end here.
         keep = None if kept is None else self._padded(kept)
-        of_rows = self._rows_by_adapter(adapters, slots)
-        of_head = self._rows_by_adapter(
-            adapters, slots if kept is None else slots[kept]
-        )
-        with adapted(of_rows, of_head, rows):
+        of_rows = [adapters[slot] for slot in slots] if adapters else []
+        of_layers = of_head = self.joined.of_rows(of_rows, rows)
+        if kept is not None and keep is not None:
+            of_kept = [of_rows[row] for row in kept] if adapters else []
+            of_head = self.joined.of_rows(of_kept, len(keep))
+        with adapted(of_layers, of_head):
             if self.plain is not None:
                 return self.plain.forward(pass_, ids_R, positions_R, keep)
             # A cut has one adapter, so with adapters each slot is a cut.
@@ -286,23 +289,7 @@ class Runner:
             )
         return cast(Tensor, answer.logits.squeeze(axis))
 
-    def _rows_by_adapter(
-        self, adapters: Sequence[Adapter], slots: Ints
-    ) -> list[AdapterRows]:
-        """Group rows by the adapter of their slot, which is slots[row]; [] if all have
-        the run's own.
-        """
-        groups = dict[Adapter, list[int]]()
-        for row, slot in enumerate(slots.tolist() if adapters else ()):
-            groups.setdefault(adapters[slot], []).append(row)
-        if len(groups) == 1:
-            return [AdapterRows(adapter) for adapter in groups]
-        return [
-            AdapterRows(adapter, self._padded(rows), len(rows))
-            for adapter, rows in groups.items()
-        ]
-
-    def _padded(self, rows: Sequence[int] | Ints) -> Tensor:
+    def _padded(self, rows: Sequence[int]) -> Tensor:
         """Return numbers of rows, int64, with padding as in any call."""
         padded = np.zeros(self._num_rows(max(1, len(rows))), dtype=np.int64)
         padded[: len(rows)] = rows

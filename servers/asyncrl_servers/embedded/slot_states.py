@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rows import RowCall, by_row, joined
-from asyncrl_servers.embedded.row_adapters import Adapter, AdapterRows, in_call
+from asyncrl_servers.embedded.row_adapters import Adapter, InUse, in_call
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """Names that transformers gives a module's cache, the newest first."""
@@ -49,8 +49,8 @@ class Cut(NamedTuple):
     cache: DynamicCache | None
     is_first: bool
     """The texts start here."""
-    adapters: Sequence[AdapterRows] = ()
-    """Of these texts, which have a common one."""
+    adapter: InUse | None = None
+    """These texts have a common adapter."""
 
 
 def states_of(cache: DynamicCache | None) -> list[tuple[dict[int, Tensor], int]]:
@@ -99,7 +99,7 @@ class SlotStates:
                 -1, tokens
             )
             view = self._view(start, end, is_first)
-            of_cut = [AdapterRows(one) for one in adapters[start : start + 1]]
+            of_cut = InUse(adapters[start].low_ranks) if adapters else None
             cuts.append(Cut(place_SL, view, is_first, of_cut))
             row = last
         return cuts
