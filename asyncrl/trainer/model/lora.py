@@ -294,7 +294,7 @@ class AdapterTable:
         }
 
     def merging(
-        self, weights: Mapping[str, Tensor], name: str
+        self, weights: Mapping[str, Tensor], name: str = POLICY_ADAPTER
     ) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         """Return all weights, and merge functions of the weights that an adapter changes.
         `weights`: of the model with its adapters.
