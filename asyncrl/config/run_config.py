@@ -592,8 +592,6 @@ class RunConfig(JobConfig):
             )
         if self.critic is not None:
             yield "critic values the tokens of one policy, not of trainer.roles; set algorithm.advantage=grpo"
-        if self.eval_engine == "own":
-            yield "eval.engine=own serves one policy, not trainer.roles; set eval.engine=rollout"
 
 
 def key_of(section: str, name: str) -> str:
