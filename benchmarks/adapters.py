@@ -58,7 +58,7 @@ TRAINER_FRACTION = 0.25
 
 def push(engine: Engine, name: str, folder: Path) -> None:
     """Push random numbers as version 1 of an adapter."""
-    zeros = engine.weights_of(name).adapter.tensors
+    zeros = engine.weights_of(name).adapters[""].tensors
     tensors = {key: torch.randn_like(one) * 0.01 for key, one in zeros.items()}
     sent = export_weights(tensors, folder / f"{name or 'own'}.safetensors", 1)
     announced = PrepareRequest.model_validate(sent, from_attributes=True)
