@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.agents import Outcome
 from asyncrl.base.http import Refused
+from asyncrl.config.offload_config import POLICY_WEIGHTS
 from asyncrl.job.run_export import export_run
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
@@ -115,6 +116,21 @@ def test_a_gradient_that_is_not_finite_skips_its_policy_only(
     assert step.skipped_in_a_row == {"critic": 1}
     after = weights_of(step, "solver")
     assert any(not torch.equal(one, after[key]) for key, one in before.items())
+
+
+def test_an_offload_moves_the_weights_of_all_roles(make_step: MakeStep) -> None:
+    step = make_step(trainer={"roles": ROLES})
+    step.train(*batch_of(0, *ROLES))
+    before = {role: weights_of(step, role) for role in ROLES}
+    moved = {id(tensor) for tensor in step._tensors_of(POLICY_WEIGHTS)}
+    assert step.adapters is not None
+    for adapter in step.adapters.need(ROLES):
+        assert {id(one) for one in adapter.weights.values()} <= moved
+    step.offload(["weights", "optimizer"])
+    step.onload(["weights", "optimizer"])
+    for role in ROLES:
+        found = weights_of(step, role)
+        assert all(torch.equal(one, found[key]) for key, one in before[role].items())
 
 
 def test_checkpoint_restores_all_roles(make_step: MakeStep, tmp_path: Path) -> None:

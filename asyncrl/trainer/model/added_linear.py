@@ -34,7 +34,8 @@ if the adapter does not change the layer.
 class AddedLinear(nn.Linear):
     """W x + scale * B (A x), in the dtype of x, as engines compute it.
 
-    `used`: the stretches of the next pass, in their order.
+    `used`: the stretches of the next pass, in their order. Pairs of the run's own adapters
+    are parts of the module.
     """
 
     def __init__(self, base: nn.Linear) -> None:
@@ -42,8 +43,6 @@ class AddedLinear(nn.Linear):
         self.weight = base.weight
         self.bias = base.bias
         self.used: list[Used] = []
-        self.pair: Pair | None = None
-        """The pair that is a part of the model."""
 
     def forward(self, x: Tensor) -> Tensor:
         product = super().forward(x)

@@ -188,8 +188,9 @@ class AdapterTable:
             down.uniform_(-bound, bound, generator=generator)
             up = torch.zeros(layer.out_features, config.rank, device=device)
             pairs[key] = Pair(down.to(device), up, config.scale)
-            if name == POLICY_ADAPTER:  # FSDP2 shards parts of the model
-                layer.pair = pairs[key]
+            # FSDP2 shards parts of the model, and an offload moves them.
+            if name in self._settings.adapters:
+                layer.add_module(f"pair{name}", pairs[key])
         aside = Aside(device, self._folder)
         adapter = TrainedAdapter(pairs, self._settings, aside)
         self._bring([adapter])
@@ -201,9 +202,8 @@ class AdapterTable:
         self.need([name])
         if any(one.adapter == name for one in self._selected):
             self.select(())
-        if name == POLICY_ADAPTER:
-            for layer in self.layers.values():
-                layer.pair = None
+        for layer in self.layers.values():
+            layer._modules.pop(f"pair{name}", None)
         del self._adapters[name]
 
     def need(self, names: Iterable[str]) -> list[TrainedAdapter]:
