@@ -23,13 +23,16 @@ from engine_in_process import (
 from engine_replies import ask
 from gateway_cases import HI, talking
 from job_runs import read_lines, run, start, wait_for_steps, write_config
+from made_runs import MadeRun
 from torch import Tensor
 from trainer_cases import MakeStep, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.agents import Outcome
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config.offload_config import POLICY_WEIGHTS
+from asyncrl.job import checkpoint_callback
 from asyncrl.job.run_export import export_run
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader
@@ -145,6 +148,34 @@ def test_checkpoint_restores_all_roles(make_step: MakeStep, tmp_path: Path) -> N
     for role in ROLES:
         found, expected = weights_of(resumed, role), weights_of(step, role)
         assert all(torch.equal(one, expected[key]) for key, one in found.items())
+
+
+def test_exports_are_of_one_role(
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """By name, at the end of the run, and for the callback of a checkpoint."""
+    trainer = {"roles": ROLES}
+    section = {"every": 1, "callback": "trackers_for_test:record_roles"}
+    agent = {"python": "agents_for_test:solver_and_critic"}
+    made = MadeRun(
+        tmp_path, tiny_model_dir, trainer=trainer, checkpoint=section, generator=agent
+    )
+    step = make_step(trainer=trainer)
+    step.train(*batch_of(0, *ROLES))
+    made.checkpoint(step)
+    made.end(step)
+    for wanted, said in ((None, "no --role is given"), ("judge", "--role judge")):
+        with pytest.raises(ConfigError, match=f"{said}; the roles .* critic, solver"):
+            made.export(tmp_path / "none", role=wanted)
+    checkpoint_callback.main(made.path, 1)
+    exported = {}
+    for role in ROLES:
+        folder = made.export(tmp_path / role, role=role)
+        exported[role] = (folder / "model.safetensors").read_bytes()
+        final = made.path / "final" / role / "model.safetensors"
+        assert final.read_bytes() == exported[role]
+        assert (made.path / f"seen_{role}_1").read_bytes() == exported[role]
+    assert exported["critic"] != exported["solver"]
 
 
 def test_names_say_the_role() -> None:

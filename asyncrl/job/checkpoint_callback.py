@@ -30,8 +30,12 @@ def main(run_dir: Path, version: int) -> None:
     made = run_dir / "checkpoints" / f".step_{version}.export"
     model = made / "model"
     try:
-        function = load_callback(read_config(run_dir).checkpoint.callback or "")
-        export_run(run_dir, model, step=str(version), is_inside=True)
+        config = read_config(run_dir)
+        function = load_callback(config.checkpoint.callback or "")
+        for role in config.trainer.roles or (None,):
+            folder = model if role is None else model / role
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            export_run(run_dir, folder, step=str(version), role=role, is_inside=True)
         function(model, version)
     except BaseException as error:  # user code may raise anything
         fail(raised(error))

@@ -526,8 +526,9 @@ class Reporter:
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
+                whose = "" if self.config.trainer.roles is None else " --role NAME"
                 self._console.say(
-                    f"weights: {final}; with a model card: asyncrl export {folder} OUT"
+                    f"weights: {final}; with a model card: asyncrl export {folder} OUT{whose}"
                 )
         # The summary is written last: readers take its state `done` to mean that all
         # records, and final/, are complete.

@@ -115,7 +115,9 @@ class RunRecord:
 
     @property
     def weights(self) -> Path | None:
-        """The trained model in Hugging Face format; None before the run is done."""
+        """The trained model in Hugging Face format, or with trainer.roles a folder with one
+        for each role; None before the run is done.
+        """
         folder = self.run_dir / "final"
         return folder if folder.is_dir() else None
 

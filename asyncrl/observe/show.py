@@ -401,7 +401,8 @@ def _decoder(files: RunRecord) -> Decode:
     torch.
     """
     model = files.config.model
-    folders = [files.run_dir / "model", files.run_dir / "final"]
+    final = files.run_dir / "final"
+    folders = [files.run_dir / "model", final, *final.glob("*")]  # one for each role
     folders += [Path(model.path).expanduser()] if model.path else []
     for folder in folders:
         with contextlib.suppress(ConfigError):

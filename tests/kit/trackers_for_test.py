@@ -66,3 +66,10 @@ def record_export(folder: Path, policy_version: int) -> None:
     (folder / "model.safetensors").rename(run_dir / f"seen_{policy_version}")
     if policy_version == 2:
         raise ValueError("no to 2")
+
+
+def record_roles(folder: Path, policy_version: int) -> None:
+    """Keep the weights of each role in the run directory."""
+    for role in folder.iterdir():
+        weights = role / "model.safetensors"
+        weights.rename(folder.parents[2] / f"seen_{role.name}_{policy_version}")

@@ -20,7 +20,7 @@ from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.trainer_config import TrainerConfig
 
 IGNORED = {
-    "trainer": ("mini_batches", "epochs", "logprob_gap_limit", "stream"),
+    "trainer": ("mini_batches", "epochs", "logprob_gap_limit", "stream", "roles"),
     "placement": tuple(key for key in PlacementConfig.model_fields if key != "trainer"),
     "checkpoint": ("keep_best",),
     "observe": tuple(rows("listeners")),
