@@ -465,7 +465,9 @@ def _section_hint(where: str, value: object, form: type[BaseModel]) -> str:
     """Return how to write a section in place of a value."""
     if where == "config":
         return "sections belong there: `asyncrl init quickstart` writes a config to begin with"
-    info = dict(_fields(form))[where]
+    info = dict(_fields(form)).get(where)
+    if info is None:  # an entry of names and sections, such as trainer.roles.solver
+        return "a section belongs there: write {} for its defaults"
     section, forms = section_of(info), get_args(info.annotation)
     if section is None:
         return f"names and values belong there, like {where}={{name: value}}"
@@ -689,5 +691,7 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
 def _models_in(kind: object) -> Iterator[type[BaseModel]]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
+    if get_origin(kind) is dict:  # the names of its sections are the user's
+        return
     for inner in get_args(kind):
         yield from _models_in(inner)

@@ -123,9 +123,9 @@ class TrainerConfig(FrozenConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     roles: Annotated[dict[Name, LoraConfig], Field(min_length=1)] | None = None
-    """Train a policy per role of an agent: its own adapter over one base model, in place of lora. A
-    call names its role as `model`. For example {solver: {rank: 16}, critic: {rank: 8}} (none =
-    one policy).
+    """Train a policy per role of an agent, each an adapter with the keys of lora, in place of
+    lora. A call names its role as `model`. For example {solver: {rank: 16}, critic: {rank: 8}}
+    (none = one policy).
     """
     timeout_s: PositiveFloat = 3600.0
     """Timeout for a step, an export or a save, in seconds. On expiry the trainer is
