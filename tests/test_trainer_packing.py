@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.messages.tokens import Tokens
+from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.trainer.attention import tree
 from asyncrl.trainer.attention.tree import TokenRange, places_of
 from asyncrl.trainer.loss.packing import (
@@ -67,6 +67,43 @@ def test_every_loss_token_is_packed_once(
         }
         if min_shared == -math.inf and len(micros) == 1:
             assert len(texts) == layout.num_tokens, "no node of the tree is there twice"
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(0, 2**32 - 1), st.integers(1, 2))
+def test_texts_share_no_token_that_other_experts_read(
+    groups: Rows, seed: int, num_kinds: int
+) -> None:
+    """Weights of two versions may read one prompt by other experts. Each text is
+    replayed with its own.
+    """
+    header, arrays = batch_of(groups)
+    rng = np.random.default_rng(seed)
+    experts = rng.integers(0, num_kinds, (len(arrays), 3)).astype(np.uint16)
+    arrays = arrays.with_columns({ROUTING: experts})
+    made = micro_batches(
+        header,
+        arrays,
+        arrays.is_sampled,
+        PackRules(10**9),
+        torch.device("cpu"),
+        ONE_RANK,
+        Costs(0.0, 0.0),
+    )
+    packed = []
+    for micro, _ in made:
+        assert micro.routing_N is not None
+        for runs in micro.layout.rows:
+            places = places_of(runs)
+            read_by = micro.routing_N[places].tolist()
+            packed.append((micro.token_ids_N[places].tolist(), read_by))
+    recorded = []
+    for one in token_ranges(header, arrays.is_sampled):
+        end = one.start + one.length
+        # The next token's entry names the experts that read this one.
+        following = experts[one.start + 1 : end + 1].tolist()
+        recorded.append((arrays.ids[one.start : end].tolist(), following))
+    assert sorted(packed) == sorted(recorded)
 
 
 COSTS = Costs(key=0.01, loss_token=0.2)

@@ -189,6 +189,25 @@ class Tokens:
         """Bool [T]"""
         return self.versions >= 0
 
+    @cached_property
+    def readings(self) -> npt.NDArray[np.int32]:
+        """int32 [T]: equal for tokens with equal ids that were read by the same experts.
+
+        Two texts share the states of a common prefix only if its readings are equal:
+        weights of two versions may read one prompt by other experts.
+        """
+        if ROUTING not in self.columns or not len(self):
+            return self.ids
+        # The entry of the next token has the experts that read this one. The last
+        # token has none.
+        experts = self.column(ROUTING)
+        following = np.vstack([experts[1:], np.full_like(experts[:1], NO_EXPERT)])
+        ids = self.ids.view(np.uint16).reshape(-1, 2)
+        entries = np.ascontiguousarray(np.hstack([ids, following]))
+        as_bytes = entries.view(np.dtype((np.void, entries.strides[0])))
+        _, readings = np.unique(as_bytes[:, 0], return_inverse=True)
+        return readings.astype(np.int32)
+
     @property
     def behaviour_logprobs(self) -> npt.NDArray[np.float32]:
         """float32 [T] in nats; 0 for context."""

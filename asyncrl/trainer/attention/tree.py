@@ -126,14 +126,14 @@ class TreeNode:
 
 
 def in_tree_order(
-    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+    sequences: Sequence[TokenRange], readings: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
     """Sort sequences by their tokens; return each with the number that it shares with
     the one before.
     """
 
     def tokens_of(one: TokenRange) -> npt.NDArray[np.int32]:
-        return token_ids[one.start : one.start + one.length]
+        return readings[one.start : one.start + one.length]
 
     # Bytes of big-endian ids sort like the ids, and a text before its continuations.
     # Then sequences with a common prefix of any length are neighbors.
@@ -147,7 +147,7 @@ def in_tree_order(
 
 
 def lay_out(
-    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
+    sequences: Sequence[TokenRange], readings: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
     """Return (layout, source_N, position_N): each token's place in the arrays, and in
     its sequences. Sequences of an adapter are consecutive, and so are their tokens.
@@ -167,9 +167,9 @@ def lay_out(
     """
     # packing.assign() counted every shared token once. Pruning repeats some, so a
     # micro-batch that was just full may exceed the limit: then share all.
-    nodes = _pruned(_forest(sequences, token_ids))
+    nodes = _pruned(_forest(sequences, readings))
     if sum(node.length for node in nodes) > max_tokens:
-        nodes = _forest(sequences, token_ids)
+        nodes = _forest(sequences, readings)
     passes = _lay_paths(nodes)
     nodes.sort(key=lambda node: node.place)
     position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
@@ -187,19 +187,19 @@ def lay_out(
 
 
 def _forest(
-    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+    sequences: Sequence[TokenRange], readings: npt.NDArray[np.int32]
 ) -> list[TreeNode]:
     nodes = list[TreeNode]()
     # The states of a prompt differ between adapters, so adapters share no token.
     for _, own in groupby(sequences, key=lambda one: one.adapter):
-        nodes += _trie([*own], token_ids)
+        nodes += _trie([*own], readings)
     return nodes
 
 
 def _trie(
-    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+    sequences: Sequence[TokenRange], readings: npt.NDArray[np.int32]
 ) -> list[TreeNode]:
-    pairs = in_tree_order(sequences, token_ids)
+    pairs = in_tree_order(sequences, readings)
     ordered = [one for one, _ in pairs]
     shared = np.array([num_shared for _, num_shared in pairs])
     nodes = list[TreeNode]()

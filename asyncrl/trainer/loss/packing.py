@@ -241,7 +241,7 @@ Bin = tuple[float, list[TokenRange]]
 
 def assign(
     sequences: Sequence[TokenRange],
-    token_ids: npt.NDArray[np.int32],
+    readings: npt.NDArray[np.int32],
     costs: Costs,
     max_tokens: int,
     num_ranks: int,
@@ -266,7 +266,7 @@ def assign(
     # pack_groups() orders a batch by group, as groupby needs. Every rank gets the same
     # batch and computes the same plan, so no message is needed to agree on it.
     groups = groupby(sequences, key=lambda one: one.group)
-    trees = [in_tree_order([*group], token_ids) for _, group in groups]
+    trees = [in_tree_order([*group], readings) for _, group in groups]
     if num_ranks == 1:
         # One rank waits for nobody, so balance is worth nothing: share as much as fits.
         bins = _place(_cut(trees, costs, max_tokens, math.inf), max_tokens)
@@ -551,7 +551,7 @@ def micro_batches(
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
-        for step in assign(side, arrays.ids, costs, max_tokens, ranks.size):
+        for step in assign(side, arrays.readings, costs, max_tokens, ranks.size):
             if share := step[ranks.rank]:
                 micro = _assemble(share, arrays, has_loss, max_tokens, device, sets)
                 micros.append((micro, True))
@@ -597,7 +597,7 @@ def _assemble(
         return to_device(array.astype(np.int64), device)
 
     sequences = sorted(sequences, key=attrgetter("adapter", "trajectory"))
-    layout, source_N, position_N = lay_out(sequences, arrays.ids, max_tokens)
+    layout, source_N, position_N = lay_out(sequences, arrays.readings, max_tokens)
     starts = dict[str, int]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
         start, _ = runs[0]
