@@ -236,7 +236,8 @@ def _job_command(form: type[JobConfig]) -> Callable[..., None]:
 
 
 for _form in job_forms().values():
-    command(_form.command)(_job_command(_form))
+    if _form.job:
+        command(_form.command)(_job_command(_form))
 
 
 @command()
@@ -792,7 +793,8 @@ def serve_engine(
 for _name, _extension in extensions().items():
     for _command, _place in _extension.commands.items():
         try:
-            command(_command)(load_place(_place))
+            _app, _, _word = _command.rpartition(" ")
+            (serve_command if _app else command)(_word)(load_place(_place))
         except ConfigError as error:  # as in discover()
             discover().broken[_name] = error.what
 

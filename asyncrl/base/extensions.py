@@ -126,8 +126,8 @@ class Extension(Message):
     `listeners`: place of a RolloutListener, by name; each needs a field of that name in
     `observe`, and listens if it is not None. `asyncrl sft` refuses that setting.
     `exports`: kinds of `asyncrl export`, by the name of their option.
-    `commands`: place of the function of a command, as typer takes it, by name. Each
-    `asyncrl` imports its module, so the function itself imports large packages.
+    `commands`: place of the function of a command, as typer takes it, by name, such as
+    "page" or "serve page". Each `asyncrl` imports its module, so the function itself imports large packages.
     `engines`: kinds of engine servers by name, for `rollout.engine`.
     `check`: place of a function from RunConfig and the loaded tasks by name to lines of
     `asyncrl check`; it raises ConfigError.

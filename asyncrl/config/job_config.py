@@ -20,7 +20,8 @@ class JobConfig(FrozenConfig):
 
     `about` completes "the config is for ..."; `command` of asyncrl starts the job; models
     get the `tag`.
-    Places (`module:name`): `job` is its TrainingJob, `check` a function from settings and
+    Places (`module:name`): `job` is its TrainingJob ("": an extension's command starts
+    it), `check` a function from settings and
     nodes to the lines of `asyncrl check`.
     `steps_keys`: keys that only give the number of steps.
     """

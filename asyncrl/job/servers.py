@@ -139,8 +139,10 @@ class ServerFactory:
     def __post_init__(self) -> None:
         self.secret = secrets.token_hex(32)
 
-    def trainers(self, staging_dir: Path) -> list[Server]:
-        """Return the trainer's ranks; the first takes requests."""
+    def trainers(
+        self, staging_dir: Path, module: str = "asyncrl.trainer.ranks.rank_process"
+    ) -> list[Server]:
+        """Return the trainer's ranks; the first takes requests. `module`: of a process."""
         servers = list[Server]()
         for rank, place in enumerate(self.placement.trainer):
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
@@ -150,9 +152,7 @@ class ServerFactory:
                 other for other in self.placement.trainer if other.node == place.node
             ]
             caller = Caller(f"trainer-{rank}", "", self.secret)
-            child = self._process(
-                caller.name, "asyncrl.trainer.ranks.rank_process", spec, of_node
-            )
+            child = self._process(caller.name, module, spec, of_node)
             servers.append(
                 Server(
                     child,

@@ -146,9 +146,10 @@ class Supervisor:
         """Let new processes start within `room`, such as a time slice of their device."""
         self._room = room
 
-    def lost_nowait(self, error: errors.EngineLost) -> None:
+    def lost_nowait(self, error: ComponentError) -> None:
         """Report a broken call; the component is down on return."""
-        if not error.is_told:
+        is_told = isinstance(error, errors.EngineLost) and error.is_told
+        if not is_told:
             self._lost_by(error)
 
     async def run(self) -> None:

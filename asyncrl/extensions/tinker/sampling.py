@@ -1,0 +1,478 @@
+"""Sampling requests: the engines' adapters, draws, prompt logprobs, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker.proto import tinker_public_pb2 as pb
+
+from asyncrl.base.errors import AdapterMissing, EngineError, EngineLost, RequestRefused
+from asyncrl.base.waits import Signal, waiting
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
+from asyncrl.extensions.tinker.ledger import Checkpoint, Ledger, Sampled
+from asyncrl.extensions.tinker.requests import SCALE, UserError
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, OpenAdapterRequest, ScoreRequest
+from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS
+from asyncrl.messages.trainer_api import ExportResponse
+
+def inflight_name(model_id: str) -> str:
+    """Return the name of the adapter of a model's inflight samplers."""
+    return f"{model_id}#inflight"
+
+
+EMPTY_LOGPROB = -99999.0
+"""Of an empty row of likeliest tokens, whose id is 0."""
+BASE = ""
+"""The engines' own adapter, which changes nothing."""
+
+
+class EngineAdapters:
+    """Loads the weights of samplers into the engines, the longest idle ones out.
+
+    Waits: a request for a free place, until other samplers' requests end; for engines to
+        load a file.
+    Invariant: the weights of a snapshot's name never change, and those of an inflight name
+        only become newer.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[EngineClient],
+        folder: Path,
+        layers: Mapping[str, Sequence[str]],
+        most: int,
+    ) -> None:
+        """`layers`: names by part. `most`: adapters of each engine."""
+        self._servers = servers
+        self._folder = folder
+        self._layers = layers
+        self._most = most
+        self._loaded = {server.name: dict[str, int]() for server in servers}
+        """Version of each adapter, the longest idle first."""
+        self._users = dict[str, int]()
+        self._locks = {server.name: asyncio.Lock() for server in servers}
+        self._freed = Signal()
+
+    def forget(self, server: str) -> None:
+        """Note that a new process has no adapters."""
+        self._loaded[server].clear()
+
+    @contextlib.asynccontextmanager
+    async def use(
+        self, weights: Checkpoint | None, name: str = ""
+    ) -> AsyncIterator[str]:
+        """Yield the adapter of these weights, which stays until the block ends. `name`: of
+        an adapter that follows newer weights.
+        """
+        if weights is None:
+            yield BASE
+            return
+        name = name or weights.file
+        if name not in self._users:
+            with waiting("a place in the engines", on="other samplers", who="samplers"):
+                await self._freed.wait_for(
+                    lambda: name in self._users or len(self._users) < self._most
+                )
+        self._users[name] = self._users.get(name, 0) + 1
+        try:
+            await self.load(weights, name)
+            yield name
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+            self._freed.notify()
+
+    async def renew(self, weights: Checkpoint) -> None:
+        """Give newer inflight weights to the engines that hold older ones."""
+        name = inflight_name(weights.model_id)
+        if any(name in loaded for loaded in self._loaded.values()):
+            await self.load(weights, name)
+
+    async def load(self, weights: Checkpoint, name: str) -> None:
+        """Load weights into all engines that lack them or have older ones. Raises
+        EngineError.
+        """
+        for server in self._servers:
+            loaded = self._loaded[server.name]
+            async with self._locks[server.name]:
+                if loaded.get(name, -1) >= weights.version:
+                    loaded[name] = loaded.pop(name)
+                    continue
+                # A lost engine loads them when its requests are sent again.
+                with contextlib.suppress(EngineLost):
+                    await self._load(server, weights, name)
+
+    async def _load(self, server: EngineClient, weights: Checkpoint, name: str) -> None:
+        loaded = self._loaded[server.name]
+        if name not in loaded:
+            idle = [other for other in loaded if other not in self._users]
+            for other in idle[: max(0, len(loaded) + 1 - self._most)]:
+                del loaded[other]
+                await server.drop_adapter(other)
+            names = [one for part in weights.parts for one in self._layers[part]]
+            scale = SCALE / weights.rank
+            await server.open_adapter(
+                OpenAdapterRequest(
+                    adapter=name, rank=weights.rank, scale=scale, targets=names
+                )
+            )
+        version, digest = weights.version, weights.digest
+        await server.prepare(
+            ExportResponse(
+                adapter=name,
+                version=version,
+                digest=digest,
+                num_tensors=weights.num_tensors,
+                num_bytes=weights.num_bytes,
+                path=str(self._folder / weights.sampler_file),
+            )
+        )
+        await server.commit(version, digest, "keep", name)
+        loaded[name] = version
+
+
+@dataclass(eq=False)
+class SampleFuture:
+    """`answer`: None until it is there. `form`: proto or error."""
+
+    owner: str
+    sampler_id: str
+    answer: bytes | None = None
+    form: str = ""
+    task: asyncio.Task[None] | None = None
+    done: Signal = field(default_factory=Signal)
+
+
+class Sampling:
+    """Runs sampling requests. Their futures are in memory: a restarted server answers
+    410, and the client samples again.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        adapters: EngineAdapters,
+        ledger: Ledger,
+        spawn: Callable[..., asyncio.Task[Any]],
+        max_length: int,
+    ) -> None:
+        self.futures = dict[str, SampleFuture]()
+        self.adapters = adapters
+        self._pool = pool
+        self._ledger = ledger
+        self._spawn = spawn
+        self._max_length = max_length
+
+    def submit(
+        self,
+        asked: Any,
+        owner: str,
+        sampler_id: str,
+        weights: Callable[[], Checkpoint | None],
+        name: str,
+    ) -> tuple[str, list[str]]:
+        """Start a request; return its id and those of the sequences. `weights`: of the
+        sampler now. Raises UserError.
+        """
+        plan = SamplePlan(asked, self._max_length)
+        request_id = f"sample-{secrets.token_hex(12)}"
+        ids = [f"{request_id}-{index}" for index in range(asked.num_samples)]
+        future = self.futures[request_id] = SampleFuture(owner, sampler_id)
+        work = self._answer(future, plan, ids, weights, name)
+        future.task = self._spawn(work, name=f"sample {request_id}")
+        return request_id, ids
+
+    def num_open(self, owner: str) -> int:
+        return sum(
+            one.owner == owner and one.answer is None for one in self.futures.values()
+        )
+
+    def cancel(self, request_id: str) -> None:
+        future = self.futures.pop(request_id, None)
+        if future is not None and future.task is not None:
+            future.task.cancel()
+
+    async def _answer(
+        self,
+        future: SampleFuture,
+        plan: SamplePlan,
+        ids: Sequence[str],
+        weights: Callable[[], Checkpoint | None],
+        name: str,
+    ) -> None:
+        try:
+            future.answer = await self._sample(future.owner, plan, ids, weights, name)
+            future.form = "proto"
+        except (RequestRefused, UserError) as error:
+            text = error.why if isinstance(error, RequestRefused) else str(error)
+            future.form, future.answer = "error", _error(text, "user")
+        except EngineError as error:
+            future.form, future.answer = "error", _error(str(error), "server")
+        finally:
+            future.done.notify()
+
+    async def _sample(
+        self,
+        owner: str,
+        plan: SamplePlan,
+        ids: Sequence[str],
+        weights: Callable[[], Checkpoint | None],
+        name: str,
+    ) -> bytes:
+        while True:
+            known = weights()
+            try:
+                async with self.adapters.use(known, name) as adapter:
+                    return await self._sample_with(owner, plan, ids, known, adapter)
+            # Of an engine that was started again: the next try loads its adapter.
+            except AdapterMissing:
+                continue
+
+    async def _sample_with(
+        self,
+        owner: str,
+        plan: SamplePlan,
+        ids: Sequence[str],
+        weights: Checkpoint | None,
+        adapter: str,
+    ) -> bytes:
+        scoring = None
+        draws = list[asyncio.Task[Completion]]()
+        try:
+            async with asyncio.TaskGroup() as group:
+                request = plan.score_request(adapter)
+                if request is not None:
+                    scoring = group.create_task(
+                        self._pool.ask("prompt logprobs", lambda one: one.score(request))
+                    )
+                for index, name in enumerate(ids):
+                    sampled = plan.sampling_request(index, name, adapter)
+                    draws.append(group.create_task(self._pool.generate(sampled)))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        made = pb.SampleResponse()
+        model_id = "" if weights is None else weights.model_id
+        for name, draw in zip(ids, draws, strict=True):
+            completion = draw.result()
+            plan.add_sequence(made, completion)
+            spans = [list(span[:3]) for span in completion.sampled.spans]
+            self._ledger.put_soon(Sampled(name, owner, model_id, spans))
+        if scoring is not None:
+            plan.add_scores(made, scoring.result())
+        elif plan.is_first_only:
+            made.prompt_logprobs = np.array([np.nan], "<f4").tobytes()
+        return made.SerializeToString()
+
+
+def _error(text: str, category: str) -> bytes:
+    return json.dumps({"error": text, "category": category}).encode()
+
+
+class SamplePlan:
+    """What a sampling request asks of the engines, and how their answers are put
+    together. `asked`: tinker's SampleRequest.
+    """
+
+    def __init__(self, asked: Any, max_length: int) -> None:
+        """Raises UserError for what cannot be sampled."""
+        self._asked = asked
+        for chunk in asked.prompt.chunks:
+            if chunk.type != "encoded_text":
+                raise UserError(f"a prompt with a chunk {chunk.type!r}: only text is supported")
+        self._ids: list[int] = [int(one) for one in asked.prompt.to_ints()]
+        params = asked.sampling_params
+        num_prompt = len(self._ids)
+        if not 1 <= num_prompt < max_length:
+            raise UserError(
+                f"the prompt has {num_prompt} tokens; this server reads 1 to {max_length - 1}"
+            )
+        if not 1 <= asked.num_samples <= 1024:
+            raise UserError(f"num_samples={asked.num_samples} is outside of 1 to 1024")
+        room = max_length - num_prompt
+        self._max_tokens = room if params.max_tokens is None else params.max_tokens
+        if self._max_tokens < 1:
+            raise UserError(f"max_tokens={self._max_tokens} is below 1")
+        if self._max_tokens > room:
+            raise UserError(
+                f"{num_prompt} prompt tokens and max_tokens={self._max_tokens} are above the context of {max_length}"
+            )
+        if not 0 <= params.temperature < 100 or not 0 < params.top_p <= 1:
+            raise UserError(
+                f"temperature={params.temperature} and top_p={params.top_p}: they must be in 0..100 and 0..1"
+            )
+        if params.top_k == 0 or params.top_k < -1:
+            raise UserError(f"top_k={params.top_k}: it is -1 (all) or from 1")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if not 0 <= getattr(asked, name) <= MAX_TOP_LOGPROBS:
+                raise UserError(f"{name} is outside of 0 to {MAX_TOP_LOGPROBS}")
+        last = asked.prompt_logprobs_last_n
+        if last is not None and not 1 <= last <= max(num_prompt - 1, 1):
+            raise UserError(f"prompt_logprobs_last_n={last} is outside of 1 to {num_prompt - 1}")
+        self._stop = self._stops()
+        self._seed = secrets.randbits(62) if params.seed is None else params.seed
+        self._targets = self._target_rows()
+
+    def _stops(self) -> dict[str, Any]:
+        stop = self._asked.sampling_params.stop
+        if stop is None:
+            return {}
+        if isinstance(stop, str):
+            return {"stop": (stop,)}
+        # Without any stop, EOS included, the answer has all its tokens.
+        if not stop:
+            return {"ignore_eos": True}
+        if all(isinstance(one, int) for one in stop):
+            return {"stop_ids": tuple(stop)}
+        if all(isinstance(one, str) for one in stop):
+            return {"stop": tuple(stop)}
+        raise UserError("stop is a text, a list of texts, or a list of token ids")
+
+    def _target_rows(self) -> list[list[int]] | None:
+        """Return the asked ids of each position after the first; -1: none."""
+        tensor = self._asked.target_prompt_logprobs
+        if tensor is None:
+            return None
+        num = len(self._ids) - 1
+        if tensor.sparse_crow_indices is not None:
+            rows = [
+                tensor.data[start:end]
+                for start, end in zip(
+                    tensor.sparse_crow_indices,
+                    tensor.sparse_crow_indices[1:],
+                    strict=False,
+                )
+            ]
+        else:
+            shape = tensor.shape or [num, -1]
+            rows = np.array(tensor.data).reshape(shape).tolist()
+        if len(rows) != num:
+            raise UserError(
+                f"target_prompt_logprobs has {len(rows)} rows, and the prompt {num} tokens after the first"
+            )
+        return [[int(one) for one in row] for row in rows]
+
+    def sampling_request(self, index: int, name: str, adapter: str) -> SamplingRequest:
+        params = self._asked.sampling_params
+        seed = blake2b(f"{self._seed}/{index}".encode(), digest_size=7).digest()
+        return SamplingRequest(
+            request_id=name,
+            prompt_ids=np.array(self._ids, np.int32),
+            max_tokens=self._max_tokens,
+            seed=int.from_bytes(seed),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            top_logprobs=self._asked.topk_sample_logprobs,
+            route_key=f"{adapter}/{name.rpartition('-')[0]}",
+            adapter=adapter,
+            **self._stop,
+        )
+
+    @property
+    def _first(self) -> int:
+        """The first token whose logprob is asked for."""
+        last = self._asked.prompt_logprobs_last_n
+        if last is None or self._targets or self._asked.prompt_alt_tokens_k:
+            return 1
+        return len(self._ids) - int(last)
+
+    def score_request(self, adapter: str) -> ScoreRequest | None:
+        asked = self._asked
+        wants = asked.prompt_logprobs or asked.topk_prompt_logprobs
+        if len(self._ids) < 2 or not (
+            wants or self._targets or asked.prompt_alt_tokens_k
+        ):
+            return None
+        return ScoreRequest(
+            token_ids=self._ids,
+            start=self._first,
+            top_k=asked.topk_prompt_logprobs,
+            adapter=adapter,
+            targets=self._targets,
+            draws=asked.prompt_alt_tokens_k,
+            seed=self._seed % 2**62,
+        )
+
+    @property
+    def is_first_only(self) -> bool:
+        """Whether prompt logprobs are asked for of one token, which has none."""
+        return bool(self._asked.prompt_logprobs) and len(self._ids) == 1
+
+    def add_sequence(self, made: Any, completion: Completion) -> None:
+        sampled = completion.sampled
+        one = made.sequences.add()
+        one.stop_reason = 0 if completion.finish_reason == "stop" else 1
+        one.tokens = sampled.ids.astype("<i4").tobytes()
+        one.logprobs = sampled.behaviour_logprobs.astype("<f4").tobytes()
+        k = self._asked.topk_sample_logprobs
+        if k:
+            ids, logprobs = sampled.columns[TOP_IDS], sampled.columns[TOP_LOGPROBS]
+            _set_top(one.topk_sampled_logprobs, k, ids.values, logprobs.values)
+
+    def add_scores(self, made: Any, scores: Any) -> None:
+        asked, num = self._asked, len(self._ids)
+        last = asked.prompt_logprobs_last_n
+        num_shown = num - 1 if last is None else int(last)
+        own = np.array(scores.logprobs, np.float32)[-num_shown:]
+        if asked.prompt_logprobs:
+            logprobs = np.full(num, np.nan, np.float32)
+            logprobs[num - num_shown :] = own
+            made.prompt_logprobs = logprobs.astype("<f4").tobytes()
+        if k := asked.topk_prompt_logprobs:
+            ids = np.zeros((num, k), np.int32)
+            logprobs = np.full((num, k), EMPTY_LOGPROB, np.float32)
+            shape = (-1, k)
+            ids[num - num_shown :] = np.reshape(scores.top_ids, shape)[-num_shown:]
+            top = np.reshape(scores.top_logprobs, shape)
+            logprobs[num - num_shown :] = top[-num_shown:]
+            _set_top(made.topk_prompt_logprobs, k, ids, logprobs)
+        if self._targets is not None:
+            self._set_targets(made.target_prompt_logprobs, scores.target_logprobs)
+        if k := asked.prompt_alt_tokens_k:
+            shape = [num - 1, k]
+            alt = made.prompt_alt_tokens
+            _set_dense(alt.tokens, np.array(scores.draw_ids, np.int64), shape)
+            _set_dense(alt.logprobs, np.array(scores.draw_logprobs, np.float32), shape)
+
+    def _set_targets(self, tensor: Any, found: Sequence[float]) -> None:
+        asked = self._asked.target_prompt_logprobs
+        values = np.array(found, np.float32)
+        shape = asked.shape or [len(self._ids) - 1, -1]
+        if asked.sparse_crow_indices is None:
+            _set_dense(tensor, values, np.reshape(values, shape).shape)
+            return
+        tensor.dtype = pb.DTYPE_FLOAT32
+        tensor.shape.extend(shape)
+        tensor.sparse_csr.values = values.tobytes()
+        for name in ("crow_indices", "col_indices"):
+            indices = np.array(getattr(asked, f"sparse_{name}"), np.int64)
+            setattr(tensor.sparse_csr, name, indices.tobytes())
+
+
+def _set_top(
+    top: Any, k: int, ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]
+) -> None:
+    top.k = k
+    top.length = ids.size // k
+    top.token_ids = ids.astype("<i4").tobytes()
+    top.logprobs = logprobs.astype("<f4").tobytes()
+
+
+def _set_dense(tensor: Any, values: npt.NDArray[Any], shape: Sequence[int]) -> None:
+    tensor.dtype = pb.DTYPE_INT64 if values.dtype == np.int64 else pb.DTYPE_FLOAT32
+    tensor.shape.extend(shape)
+    tensor.dense = values.tobytes()

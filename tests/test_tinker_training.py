@@ -1,0 +1,285 @@
+"""Training requests of Tinker clients: each has one effect, in the order of its number,
+whatever is repeated, reordered, lost or killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tinker")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker.proto import tinker_public_pb2 as pb
+
+from asyncrl.base.errors import TrainerError, TrainerLost
+from asyncrl.extensions.tinker import training as module
+from asyncrl.extensions.tinker.ledger import Ledger, Model, Request
+from asyncrl.extensions.tinker.staleness import AgeRule, Bound
+from asyncrl.extensions.tinker.trainer_calls import ExportedAdapter, OpenedAdapter
+from asyncrl.extensions.tinker.training import Training
+
+pytestmark = [pytest.mark.extras, pytest.mark.extension("tinker")]
+MODEL = "s:train:0"
+
+
+class FakeTrainer:
+    """Keeps what was done to each adapter as text, in memory that a loss clears. `losses`:
+    numbers of the calls that break, before or after their effect.
+    """
+
+    def __init__(self, losses: dict[int, bool]) -> None:
+        self.weights = dict[str, str]()
+        self.gradient = dict[str, str]()
+        self.num_calls = 0
+        self._losses = losses
+        self.on_loss: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def _call(self) -> Any:
+        self.num_calls += 1
+        is_after = self._losses.pop(self.num_calls, None)
+        if is_after is not True:
+            if is_after is None:
+                yield
+                return
+            self._lose()
+        yield
+        self._lose()
+
+    def _lose(self) -> None:
+        self.weights.clear()
+        self.gradient.clear()
+        self.on_loss()
+        raise TrainerLost("trainer", "it is gone")
+
+    async def open(self, name: str, *_: object) -> OpenedAdapter:
+        with self._call():
+            self.weights[name], self.gradient[name] = "", ""
+        return OpenedAdapter(targets=["layer"], scale=1.0)
+
+    async def drop(self, name: str) -> None:
+        with self._call():
+            del self.weights[name]
+
+    async def forward_backward(self, name: str, body: bytes, _: object) -> bytes:
+        asked = pb.ForwardBackwardRequest.FromString(body)
+        with self._call():
+            if asked.loss_fn == "bad":
+                raise TrainerError("trainer", "datum 0 is bad")
+            self.gradient[name] += f"+{asked.loss_fn}"
+        return pb.ForwardBackwardOutput(metrics={"loss:sum": 1.0}).SerializeToString()
+
+    async def optim_step(self, name: str, _: object) -> dict[str, float]:
+        with self._call():
+            if not self.gradient[name]:
+                raise TrainerError("trainer", "there is no gradient")
+            self.weights[name] += f"({self.gradient[name]})"
+            self.gradient[name] = ""
+        return {"grad_norm:mean": 1.0}
+
+    async def drop_gradient(self, name: str) -> None:
+        with self._call():
+            self.gradient[name] = ""
+
+    async def save(self, name: str, path: Path, _: bool) -> None:
+        with self._call():
+            path.write_text(self.weights[name])
+
+    async def load(self, name: str, path: Path, _: bool) -> None:
+        with self._call():
+            self.weights[name], self.gradient[name] = path.read_text(), ""
+
+    async def export(self, name: str, path: Path) -> ExportedAdapter:
+        with self._call():
+            path.write_text(self.weights[name])
+        return ExportedAdapter(digest="d", num_tensors=1, num_bytes=1)
+
+
+def body_of(kind: str, seq: int) -> bytes:
+    if kind in ("forward", "backward", "bad"):
+        loss = "bad" if kind == "bad" else f"{seq}"
+        return pb.ForwardBackwardRequest(
+            model_id=MODEL, seq_id=seq, loss_fn=loss, forward_only=kind == "forward"
+        ).SerializeToString()
+    known: dict[str, Any] = {"model_id": MODEL, "seq_id": seq}
+    if kind == "optim_step":
+        known |= {"adam_params": {}}
+    if kind == "save_weights":
+        known |= {"path": f"s{seq}"}
+    return json.dumps(known).encode()
+
+
+def request(kind: str, seq: int) -> Request:
+    name = "forward_backward" if kind in ("forward", "backward", "bad") else kind
+    return Request(MODEL, seq, name, body_of(kind, seq))
+
+
+def expected_weights(kinds: list[str]) -> str:
+    """What an uninterrupted trainer has: a few lines that share nothing with the server."""
+    weights = gradient = ""
+    has_failed = False
+    for seq, kind in enumerate(kinds, 1):
+        if kind == "backward":
+            gradient += f"+{seq}"
+        elif kind == "bad":
+            has_failed = True
+        elif kind == "optim_step":
+            if gradient and not has_failed:
+                weights += f"({gradient})"
+            gradient, has_failed = "", False
+    return weights
+
+
+async def serve_until(
+    folder: Path,
+    trainer: FakeTrainer,
+    use: Callable[[Training, Ledger], Coroutine[Any, Any, None]],
+) -> None:
+    """Serve from a folder while `use` runs, then die without a word."""
+    ledger = Ledger(folder / "ledger.sqlite")
+    training = Training(ledger, trainer, folder, AgeRule(ledger, Bound(None, "mask")))  # type: ignore[arg-type]
+    await training.restore(await ledger.find(Model))
+
+    def come_back() -> None:
+        training.trainer_lost()
+        asyncio.get_running_loop().call_later(0.001, training.trainer_up)
+
+    trainer.on_loss = come_back
+    serving = asyncio.ensure_future(training.serve())
+    try:
+        await use(training, ledger)
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        await ledger.aclose()
+
+
+KINDS = st.sampled_from(
+    ["backward", "backward", "optim_step", "optim_step", "forward", "bad", "save_weights"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(KINDS, min_size=1, max_size=14),
+    st.randoms(use_true_random=False),
+    st.dictionaries(st.integers(1, 40), st.booleans(), max_size=4),
+    st.lists(st.integers(0, 14), max_size=3),
+)
+def test_each_request_has_one_effect(
+    kinds: list[str], rng: Any, losses: dict[int, bool], stops: list[int]
+) -> None:
+    requests = [request(kind, seq) for seq, kind in enumerate(kinds, 1)]
+    arrivals = [*requests, *rng.sample(requests, len(requests) // 2)]
+    rng.shuffle(arrivals)
+    cuts = sorted({min(stop, len(arrivals)) for stop in stops} | {len(arrivals)})
+    answers = dict[int, bytes]()
+
+    async def life(folder: Path) -> str:
+        first = Model(MODEL, "s", "ann", 4, 1, ["attn"])
+        start, weights = 0, ""
+        for end in cuts:
+            trainer = FakeTrainer(losses)
+
+            async def use(training: Training, ledger: Ledger) -> None:
+                create = request("create_model", 0)
+                await training.submit(create, first)
+                for one in arrivals[start:end]:
+                    await training.submit(one)
+                if end < len(arrivals):
+                    await asyncio.sleep(rng.choice([0, 0.002, 0.01]))
+                    return
+                for one in requests:
+                    done = await training.answer_of(MODEL, one.seq, 30)
+                    assert done is not None
+                    assert done.answer is not None
+                    answers[one.seq] = done.answer
+                # A further request needs the trainer's whole state.
+                await training.submit(request("save_weights", len(requests) + 1))
+                await training.answer_of(MODEL, len(requests) + 1, 30)
+
+            await serve_until(folder, trainer, use)
+            start, weights = end, trainer.weights.get(MODEL, "")
+        return weights
+
+    module.KEEP_STEPS = rng.choice([1, 2, 8])
+    with TemporaryDirectory() as folder:
+        assert asyncio.run(life(Path(folder))) == expected_weights(kinds)
+    assert set(answers) == set(range(1, len(kinds) + 1))
+
+
+def test_missing_number_fails_those_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HOLE_S", 0.3)
+
+    async def use(training: Training, ledger: Ledger) -> None:
+        await training.submit(
+            request("create_model", 0), Model(MODEL, "s", "ann", 4, 1, ["attn"])
+        )
+        for seq, kind in ((2, "backward"), (3, "optim_step")):
+            await training.submit(request(kind, seq))
+        watching = asyncio.ensure_future(training.watch_holes())
+        for seq in (2, 3):
+            done = await training.answer_of(MODEL, seq, 30)
+            assert done is not None
+            assert done.answer is not None
+            assert "request 1 of this model never came" in json.loads(done.answer)["error"]
+        # Later numbers go on, and the late one is told.
+        await training.submit(request("backward", 4))
+        assert (await training.answer_of(MODEL, 4, 30)).form == "proto"  # type: ignore[union-attr]
+        await training.submit(request("backward", 1))
+        late = await training.answer_of(MODEL, 1, 30)
+        assert late is not None
+        assert late.form == "error"
+        # The gradient before the hole is not whole.
+        await training.submit(request("optim_step", 5))
+        stepped = await training.answer_of(MODEL, 5, 30)
+        assert stepped is not None
+        assert stepped.form == "error"
+        watching.cancel()
+
+    asyncio.run(serve_until(tmp_path, FakeTrainer({}), use))
+
+
+def test_models_take_turns_by_tokens(tmp_path: Path) -> None:
+    """A model with long requests does not hold up one with short ones."""
+    order = list[str]()
+
+    class Noting(FakeTrainer):
+        async def forward_backward(self, name: str, body: bytes, masked: object) -> bytes:
+            order.append(name)
+            return await super().forward_backward(name, body, masked)
+
+    def backward(model: str, seq: int, num_tokens: int) -> Request:
+        chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=bytes(4 * num_tokens)))
+        body = pb.ForwardBackwardRequest(
+            model_id=model, seq_id=seq, loss_fn="x", data=[pb.Datum(model_input=[chunk])]
+        )
+        return Request(model, seq, "forward_backward", body.SerializeToString())
+
+    async def use(training: Training, ledger: Ledger) -> None:
+        for name in ("long", "short"):
+            created = Request(name, 0, "create_model", b"{}")
+            await training.submit(created, Model(name, "s", name, 4, 1, ["attn"]))
+        training.trainer_lost()
+        for seq in range(1, 5):
+            await training.submit(backward("long", seq, 900))
+        for seq in range(1, 9):
+            await training.submit(backward("short", seq, 100))
+        training.trainer_up()
+        await training.answer_of("long", 4, 30)
+
+    asyncio.run(serve_until(tmp_path, Noting({}), use))
+    assert order.index("long", 1) > 6
+    assert order[:9].count("short") >= 7
