@@ -94,7 +94,7 @@ def test_teachers_logprobs_equal_a_plain_forwards(
         return found
 
     with engine_process(
-        "scoring.teacher_server",
+        "embedded",
         spec | {"model_path": str(tiny_model_dir)},
         tmp_path,
     ) as server:

@@ -29,7 +29,6 @@ from model_zoo import make_config, random_model
 from asyncrl.base.errors import AdapterMissing
 from asyncrl.base.http import Caller, Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
@@ -54,7 +53,6 @@ from asyncrl_servers.embedded.row_adapters import (
     padded,
 )
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.scoring.teacher_server import Scorer, TeacherSpec
 
 pytestmark = OF_PEFT
 RANKS = {"a": 4, "b": 8, "c": 16}
@@ -549,26 +547,3 @@ def test_the_client_knows_a_version_for_each_adapter(
 
     with engine_process("embedded", body, tmp_path / "server") as child:
         asyncio.run(story(child.url))
-
-
-def test_a_teacher_scores_with_an_adapter(folder: Path, tmp_path: Path) -> None:
-    fields = {"adapters": spec(), "max_adapters": 2, "score_slots": 4}
-    teacher = TeacherSpec(**make_spec(folder).model_dump() | fields)
-    engine = build_engine(teacher, make_reader=Scorer)
-    for seed, name in enumerate("ab"):
-        open_adapter(engine, name, 8)
-        tensors = tensors_of(folder, seed, 8)
-        iterate_until(engine, push(engine, name, tensors, 3 + seed, tmp_path))
-    reader = engine.reader
-    assert isinstance(reader, Scorer)
-    futures = []
-    answers = segments_of(engine, *(request_to(name) for name in ("a", "b", "")))
-    for name, answer in zip(("a", "b", ""), answers, strict=True):
-        ids = [1, 2, 3, *answer.token_ids]
-        request = ScoreRequest(token_ids=ids, start=3, adapter=name)
-        add = partial(reader.add, request, engine.weights_of(name))
-        futures.append(engine.ask(add))
-    iterate_until(engine, *futures)
-    for future, answer, version in zip(futures, answers, (3, 4, 0), strict=True):
-        assert future.result().version == version
-        assert future.result().logprobs == answer.logprobs

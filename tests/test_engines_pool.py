@@ -265,9 +265,9 @@ class SilentTeacher(FakeEngineServer):
 @pytest.mark.extension("scoring")
 @virtual
 async def test_silent_teacher_is_lost_after_its_limit() -> None:
-    from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
     from asyncrl.extensions.scoring.teacher import Teacher
     from asyncrl.extensions.scoring.teacher_config import TeacherConfig
+    from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 
     fake: Any = SilentTeacher("teacher")
     teacher = Teacher(fake, TeacherConfig(path="m"))

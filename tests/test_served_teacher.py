@@ -32,7 +32,6 @@ from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
 from asyncrl.config.model_config import ScratchConfig
 from asyncrl.extensions.scoring import scoring_check
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest
 from asyncrl.extensions.scoring.scoring_check import check_models
 from asyncrl.extensions.scoring.teacher import ServedTeacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
@@ -40,6 +39,7 @@ from asyncrl.job.check.config_check import validate
 from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import Machine
 from asyncrl.launch.placement import NO_DEVICE, place
+from asyncrl.messages.engine_api import ScoreRequest
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.tokens import DISTILL_IDS, DISTILL_LOGPROBS, SUPPORT
 from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model

@@ -25,10 +25,10 @@ from asyncrl.config import ModelConfig
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.extensions.scoring.reward_client import RewardModelClient
 from asyncrl.extensions.scoring.reward_model_config import RewardModelConfig
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher import Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.launch.model_sizes import model_shape
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 
 # one process imports the modules that they fork
 pytestmark = [
@@ -73,7 +73,7 @@ def test_memory_of_a_server_leaves_and_comes_back(kind: str, tmp_path: Path) -> 
         spec = spec_of(folder, aside_dir=str(tmp_path))
     else:
         make_tiny_model(folder, **SIZES)
-        module, make, ask = "scoring.teacher_server", teacher_client, logprobs
+        module, make, ask = "embedded", teacher_client, logprobs
         spec = {
             "name": "teacher",
             "model_path": str(folder),

@@ -40,10 +40,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import PromptUnusable, RewardFailure, RolloutFailure
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher import Scoring, Teacher
 from asyncrl.extensions.scoring.teacher_config import TeacherConfig
 from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Prompt, Rollout, Trajectory, VersionSpan
 from asyncrl.messages.tokens import BEHAVIOUR, TEACHER, Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -400,7 +400,7 @@ def lesson(tiny_model_dir: Path, tmp_path: Path) -> Lesson:
         await caller.aclose()
         return found
 
-    with engine_process("scoring.teacher_server", spec, tmp_path / "server") as server:
+    with engine_process("embedded", spec, tmp_path / "server") as server:
         branches = [branch for (branch,) in asyncio.run(story(server.url))]
     return Lesson(teacher_model, student_model, completions, branches)
 

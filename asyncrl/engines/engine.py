@@ -128,17 +128,23 @@ def raise_lost(lost: EngineLost) -> None:
 
 
 def refused(
-    name: str, request: SamplingRequest, refusal: CallRefused
+    name: str, request: SamplingRequest | api.ScoreRequest, refusal: CallRefused
 ) -> RequestRefused:
     """Return the error of a request that the server cannot serve. It fails only this
     rollout: the server is well.
     """
     said = refusal.body
-    sizes = f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
-    what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
+    if isinstance(request, api.ScoreRequest):
+        call, sizes = "/score", f"{len(request.token_ids)} tokens"
+    else:
+        call = f"request {request.request_id}"
+        sizes = (
+            f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
+        )
+    what = f"{name} answered {refusal.status} to {call} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
     # `why` is for an agent's client, which does not know our request ids.
-    why = said.error.replace(f"request {request.request_id}", "this call")
+    why = said.error.replace(call, "this call")
     kind = AdapterMissing if refusal.status in (404, 409) else RequestRefused
     return kind(what, why=why, rule=said.rule, way_out=way_out)
 
@@ -203,6 +209,7 @@ class EngineClient(ServerClient):
       gets tokens early; the answer is the rest. A server that can hold an interrupted
       request passes its tokens to `on_interrupted` and continues if that returns true.
       Cancelling the call ends the request.
+    - score: return logprobs of a given text; only EngineServer can.
     - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights;
       return the digest.
@@ -262,6 +269,14 @@ class EngineClient(ServerClient):
         on_chunk: OnChunk = None,
         on_interrupted: OnInterrupted = None,
     ) -> SegmentPart: ...
+    async def score(self, request: api.ScoreRequest) -> api.ScoreResponse:
+        raise EngineError(
+            self.name,
+            "cannot score given texts",
+            rule="embedded engines do",
+            way_out="serve the model with the embedded engine.",
+        )
+
     @abstractmethod
     async def abort(
         self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0
@@ -347,6 +362,27 @@ class EngineServer(EngineClient):
             # closed connection that its calls see.
             scope.check_whole()
             raise await scope.error_of(failure) from failure
+
+    async def score(self, request: api.ScoreRequest) -> api.ScoreResponse:
+        scope = self._scope
+        oldest = scope.versions.get(request.adapter, 0)
+        async with scope.calls():
+            try:
+                answer = await self._caller.post(
+                    "/score", request, api.ScoreResponse, timeout_s=None
+                )
+            except CallRefused as failure:
+                if failure.status not in REFUSALS:
+                    raise
+                raise refused(self.name, request, failure) from failure
+        if answer.version < oldest:
+            raise EngineError(
+                self.name,
+                f"scored with policy_version {answer.version}, after it had confirmed {oldest}",
+                rule="a text is scored with the newest weights that the engine has",
+                way_out=f"read {self.name}'s log.",
+            )
+        return answer
 
     async def abort(
         self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0

@@ -70,8 +70,8 @@ class Role:
     """Sequences in its KV cache."""
     max_length: int = 0
     """Tokens of each."""
-    read_slots: int = 0
-    """Texts that it reads at once besides, each with a KV cache."""
+    score_slots: int = 0
+    """Texts that it scores at once besides, each with a KV cache."""
     batch_tokens: int = 0
     """Tokens of a forward pass, without `engine`."""
     is_rollout: bool = False
@@ -181,6 +181,7 @@ def embedded_spec(order: ServerOrder) -> Body:
         "roles": {} if config.trainer.roles is None else _adapters(order),
         "deterministic": config.rollout.deterministic,
         "num_kept": (num_caches(config, role) - 1) * role.slots,
+        "score_slots": role.score_slots,
         "stays": order.stays,
         "moves": order.moves,
         "share": order.share,

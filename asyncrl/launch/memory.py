@@ -332,7 +332,7 @@ def server_memory(
     if role.serves_policy and config.trainer.adapters:
         pushed = pushed_bytes(config, shape, item)
         weights += pushed
-    slots = num_caches(config, role) * role.slots + role.read_slots
+    slots = num_caches(config, role) * role.slots + role.score_slots
     # With pages, sequences wait while the cache is full, so only one must fit. Without
     # pages each slot holds its full length from the start.
     sequences = 1 if engine.pages_kv and device != "cpu" else slots

@@ -139,7 +139,7 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
 _OWN = "request_id max_tokens num_resumed seed".split()
 _COMMON = [
     *(name for name in SAMPLING_PARAMETERS if name != "logit_bias"),
-    *"stop thinking top_logprobs grammar adapter role".split(),
+    *"stop stop_ids ignore_eos thinking top_logprobs grammar adapter role".split(),
 ]
 """Values that most requests of a frame have in common, and a logit_bias."""
 _own, _common = attrgetter(*_OWN), attrgetter(*_COMMON)
@@ -190,6 +190,7 @@ def _read_common(kind: Sequence[Any]) -> dict[str, Any]:
     values = dict(zip(_COMMON, common, strict=True))
     # JSON has made lists of them.
     values["stop"] = tuple(values["stop"])
+    values["stop_ids"] = tuple(values["stop_ids"])
     values["thinking"] = values["thinking"] and tuple(values["thinking"])
     return {**values, "logit_bias": dict(bias)}
 

@@ -207,6 +207,43 @@ class LoadChunkRequest(ChunkBody):
         )
 
 
+class ScoreRequest(Message):
+    """Return the logprob of each token id from `start` on, of logits / `temperature`. At
+    each of these places the engine also reports the `top_k` likeliest ids, the logprobs
+    of the K ids in `targets` (-1: none), and `draws` ids that it draws with replacement.
+
+    A draw depends only on (seed, place, number of the draw). The first draw is the token
+    that a SamplingRequest of this seed would sample there.
+    """
+
+    token_ids: list[int] = Field(min_length=1)
+    start: Count = 1
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
+    targets: list[list[int]] | None = None
+    """[len(token_ids) - start, K]"""
+    draws: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    adapter: str = ""
+
+
+class ScoreResponse(Message):
+    """float32 logprobs in nats, of token_ids[start:]. The other lists have top_k, K or
+    `draws` values for each of these tokens, one token after the other. `version`:
+    policy_version of the weights that scored; all tokens have one.
+    """
+
+    version: int = 0
+    logprobs: list[float]
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+    """Descending."""
+    target_logprobs: list[float] = []
+    """0.0 where the target is -1."""
+    draw_ids: list[int] = []
+    draw_logprobs: list[float] = []
+
+
 class EngineHealth(Message):
     policy_version: int
     num_running: int

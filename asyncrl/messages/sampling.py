@@ -96,7 +96,9 @@ class SamplingRequest(SamplingParameters):
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop
     strings, the grammar and penalties. Each draw depends only on (`seed`, absolute position). Stop
     strings count only after the thought that the answer begins with, between the marks
-    `thinking`; the first mark is empty if the prompt opens the thought. Only the pool
+    `thinking`; the first mark is empty if the prompt opens the thought. A sampled token
+    with one of `stop_ids` ends the answer, whose last token it is; with `ignore_eos` the
+    model's own end tokens do not. Only the pool
     reads `route_key`, which keeps requests with a common prompt on one engine, and
     `after`, the last span of the previous turn, whose engine has the conversation in
     its cache. `adapter`: name of an open adapter; "" is the run's own, or the weights. `role`:
@@ -107,6 +109,8 @@ class SamplingRequest(SamplingParameters):
     prompt_ids: Sequence[int] | npt.NDArray[np.int32]
     max_tokens: int
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     seed: int = 0
     route_key: str = ""
     after: VersionSpan | None = None

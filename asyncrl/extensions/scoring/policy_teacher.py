@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
-from asyncrl.base.errors import EngineError
-from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher import Ask
 from asyncrl.extensions.scoring.teacher_config import POLICY_SLOTS
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 
 
 def ask_policy(engines: EnginePool) -> Ask:
@@ -26,21 +23,8 @@ def ask_policy(engines: EnginePool) -> Ask:
 
     async def ask(request: ScoreRequest) -> ScoreResponse:
         async with places:
-            return await engines.ask("scores of a text", partial(_ask, request))
+            return await engines.ask(
+                "scores of a text", lambda server: server.score(request)
+            )
 
     return ask
-
-
-async def _ask(request: ScoreRequest, server: EngineClient) -> ScoreResponse:
-    """Return one engine's answer. Raises EngineError or EngineLost."""
-    assert isinstance(server, EngineServer), "the settings refuse other kinds"
-    oldest = server.policy_version
-    answer = await server.post("/score", request, ScoreResponse)
-    if answer.version < oldest:
-        raise EngineError(
-            server.name,
-            f"scored with policy_version {answer.version}, after it had confirmed {oldest}",
-            rule="a text is scored with the newest weights that the engine has",
-            way_out=f"read {server.name}'s log.",
-        )
-    return answer

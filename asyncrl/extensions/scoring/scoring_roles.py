@@ -17,7 +17,6 @@ from asyncrl.engines.kinds import (
     Role,
     ServerMaker,
     ServerOrder,
-    embedded_spec,
     maker_of,
 )
 from asyncrl.engines.pool import EnginePool
@@ -29,7 +28,6 @@ from asyncrl.extensions.scoring.reward_model_config import (
     REWARD_BATCH_TOKENS,
     RewardModelConfig,
 )
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.scoring_rules import (
     judge_of,
     model_of,
@@ -51,6 +49,7 @@ from asyncrl.extensions.scoring.teacher_config import (
 )
 from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
 from asyncrl.launch.model_sizes import read_architecture
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.worker_api import ChatTokenizer
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import ClientsOf
@@ -58,7 +57,6 @@ from asyncrl.tasks.scorer import ClientsOf
 JUDGE = "judge"
 REWARD = "reward"
 TEACHER = "teacher"
-TEACHER_SERVER = "asyncrl_servers.scoring.teacher_server"
 
 
 def roles(config: RunConfig) -> Iterator[Role]:
@@ -81,12 +79,7 @@ def engine_role(config: RunConfig, role: Role) -> Role:
     """Let the rollout engines score texts, if one of the teachers is the policy."""
     if not any(teacher.policy for teacher in teachers(config)):
         return role
-    maker = replace(role.maker, module=TEACHER_SERVER, spec=_reader_spec)
-    return replace(role, maker=maker, read_slots=POLICY_SLOTS)
-
-
-def _reader_spec(order: ServerOrder) -> Body:
-    return embedded_spec(order) | {"score_slots": order.role.read_slots}
+    return replace(role, score_slots=POLICY_SLOTS)
 
 
 def teachings(
@@ -134,17 +127,14 @@ def _teacher_role(config: RunConfig, teacher: TeacherConfig, name: str) -> Role:
     def client(order: ServerOrder, caller: Caller) -> Teacher:
         return teacher_client(teacher, order.config, caller, order.on_lost)
 
-    maker = replace(maker_of(teacher.engine), client=client)
-    if teacher.is_embedded:
-        maker = ServerMaker(TEACHER_SERVER, _reader_spec, client)
     remote = remote_caller(teacher)
     return Role(
         name=name,
-        maker=maker,
+        maker=replace(maker_of(teacher.engine), client=client),
         engine=teacher.engine,
         model=own,
         slots=1 if teacher.is_embedded else TEACHER_SLOTS,
-        read_slots=TEACHER_SLOTS if teacher.is_embedded else 0,
+        score_slots=TEACHER_SLOTS if teacher.is_embedded else 0,
         max_length=config.rollout.max_length + own.num_sampled,
         key=TEACHER,
         device=TEACHER_DEVICE.of(config.placement),

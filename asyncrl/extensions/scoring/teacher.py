@@ -18,10 +18,9 @@ from asyncrl.engines.engine import CallScope
 from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.openai_scope import ASK_AGAIN_S, OpenAIScope, Read
 from asyncrl.engines.role_client import CALL_TIMEOUT_S, RoleClient
-from asyncrl.extensions.scoring.scoring_api import ScoreRequest, ScoreResponse
 from asyncrl.extensions.scoring.teacher_config import TEACHER_SLOTS, TeacherConfig
 from asyncrl.extensions.scoring.teacher_prompt import TeacherPrompts
-from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.engine_api import EngineHealth, ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Prompt, Rollout, Trajectory
 from asyncrl.messages.tokens import (
     DISTILL_IDS,

@@ -222,7 +222,8 @@ class Segment:
             "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
             "stop": stop,
             "stop_token_ids": [
-                *requirements.end_ids,
+                *(() if request.ignore_eos else requirements.end_ids),
+                *request.stop_ids,
                 *(special[text] for text in stop if text in special),
             ],
             "detokenize": bool(stop),

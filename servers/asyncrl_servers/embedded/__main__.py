@@ -6,23 +6,18 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
 
 from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.http import die_with_parent
 from asyncrl.messages import engine_api as api
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.embedded.embedded_engine import Engine, MakeReader, build_engine
-from asyncrl_servers.engine_routes import Act, read_spec, serve_engine
+from asyncrl_servers.embedded.embedded_engine import build_engine
+from asyncrl_servers.engine_routes import read_spec, serve_engine
 
 
-def main(
-    form: type[EmbeddedSpec] = EmbeddedSpec,
-    make_reader: MakeReader | None = None,
-    routes_of: Callable[[Engine], Sequence[Act]] = lambda _: (),
-) -> None:
+def main() -> None:
     die_with_parent()
-    spec, fd = read_spec(form)
+    spec, fd = read_spec(EmbeddedSpec)
 
     def on_crash(error: BaseException) -> None:
         traceback.print_exception(error)
@@ -33,7 +28,7 @@ def main(
         # server would accept requests that nobody runs.
         os._exit(1)
 
-    engine = build_engine(spec, on_crash, make_reader)
+    engine = build_engine(spec, on_crash)
     engine.start()
 
     async def open_adapter(body: api.OpenAdapterRequest) -> api.OpenAdapters:
@@ -42,7 +37,10 @@ def main(
     async def drop_adapter(body: api.DropAdapterRequest) -> api.OpenAdapters:
         return await asyncio.wrap_future(engine.drop_adapter(body))
 
-    serve_engine(engine, fd, open_adapter, drop_adapter, *routes_of(engine))
+    async def score(body: api.ScoreRequest) -> api.ScoreResponse:
+        return await asyncio.wrap_future(engine.score(body))
+
+    serve_engine(engine, fd, open_adapter, drop_adapter, score)
     engine.stop()
 
 

@@ -79,6 +79,8 @@ class EmbeddedSpec(EngineSpec):
     """Adapters that /open_adapter may add to the run's own."""
     num_kept: int = Field(default=0, ge=0)
     """Finished sequences cached for their next turns."""
+    score_slots: int = Field(default=0, ge=0)
+    """Texts that POST /score reads at once (0: it refuses them)."""
     stays: bool = False
     """Sleeping parts keep their memory."""
     moves: bool = False
@@ -531,8 +533,8 @@ def draws_from_all(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     return cast("npt.NDArray[np.bool_]", is_full & (temperatures > 0.0))
 
 
-def draw(logits_NV: Tensor, draws_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw token ids [N, 1] by uniform `draws_N1`, and return with them all logprobs
+def draw(logits_NV: Tensor, draws_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw token ids [N, D] by uniform `draws_ND`, and return with them all logprobs
     [N, V]; no step waits for a CUDA device.
 
     Inverts the cumulative distribution in token-id order, in float64.
@@ -542,13 +544,13 @@ def draw(logits_NV: Tensor, draws_N1: Tensor) -> tuple[Tensor, Tensor]:
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
     # right=True skips tokens of probability 0, which add nothing to the sum. The total
     # is a factor because it is not exactly 1.
-    tokens_N1 = torch.searchsorted(cdf_NV, draws_N1 * cdf_NV[:, -1:], right=True)
+    tokens_ND = torch.searchsorted(cdf_NV, draws_ND * cdf_NV[:, -1:], right=True)
     # A product may round up to the total; take the last token with probability above 0.
-    tokens_N1 = torch.minimum(
-        tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous())
+    tokens_ND = torch.minimum(
+        tokens_ND, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous())
     )
     # Only non-finite logits still exceed the last token.
-    return tokens_N1.clamp_(max=logits_NV.shape[1] - 1), logprobs_NV
+    return tokens_ND.clamp_(max=logits_NV.shape[1] - 1), logprobs_NV
 
 
 def sample(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from itertools import cycle, islice, pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,8 +27,9 @@ from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDec
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.row_adapters import Adapter
-from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, TextReader
+from asyncrl_servers.embedded.runner import DecodeGraphs, Runner
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
+from asyncrl_servers.embedded.text_scores import ScoredText, Scorer
 from asyncrl_servers.engine_routes import Listener, no_adapter
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,6 @@ PROFILED_ITERATIONS = 100
 """Decode steps of a profile: about as many operators as one step of the trainer has."""
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Maximum difference to the model's own logits, relative to the largest."""
-
-
-MakeReader = Callable[[LoadedModel, Any, bool], TextReader]
-"""Makes a TextReader of a model, a spec, and whether steps must be exact."""
 
 
 class Engine:
@@ -61,7 +58,7 @@ class Engine:
         runner: Runner,
         weights: Weights,
         on_crash: Callable[[BaseException], None] | None = None,
-        reader: TextReader | None = None,
+        scorer: Scorer | None = None,
         *,
         keeps_addresses: bool = False,
     ) -> None:
@@ -71,7 +68,7 @@ class Engine:
         self._weights = {"": weights}
         """By adapter. Replaced, not changed: other threads read it."""
         self._on_crash = on_crash
-        self.reader = reader
+        self._scorer = scorer
         self._keeps_addresses = keeps_addresses
         self._scheduler = Scheduler(spec, runner)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -151,6 +148,24 @@ class Engine:
         """End an adapter's requests and forget it. Raises Refused (404)."""
         return self.ask(partial(self._drop, request))
 
+    def score(self, request: api.ScoreRequest) -> Future[api.ScoreResponse]:
+        """Score a text as soon as its weights serve. Raises Refused (400, 404, 409, 501)."""
+        scorer = self._scorer
+        if scorer is None:
+            raise Refused(
+                501,
+                f"{self.spec.name} scores no texts",
+                rule="an engine with score_slots above 0 does",
+            )
+        wanted_ids = scorer.wanted_ids(request)
+
+        def add(answer: Future[api.ScoreResponse]) -> None:
+            weights = self.weights_of(request.adapter, for_request=True)
+            _refuse_role(weights, "")
+            scorer.add(ScoredText(request, wanted_ids, weights, answer))
+
+        return self.ask(add)
+
     def sleep(self) -> Future[api.TransferStats]:
         """Interrupt requests and free all memory."""
         return self.ask(lambda answer: answer.set_result(self._sleep()))
@@ -203,8 +218,8 @@ class Engine:
         # group's prompt is read once.
         while not self._inbox.empty():
             self._inbox.get_nowait()()
-        if self.reader is not None:
-            self.reader.run()
+        if self._scorer is not None:
+            self._scorer.run()
         started_s = time.perf_counter()
         if self._scheduler.has_work:
             self._profile()
@@ -251,7 +266,7 @@ class Engine:
             # Graphs hold memory of the device, and addresses that are freed here.
             if self.runner.graphs is not None and not self._keeps_addresses:
                 self.runner.graphs.drop()
-            for reader in filter(None, (self.runner, self.reader)):
+            for reader in filter(None, (self.runner, self._scorer)):
                 num_bytes += reader.free_cache()
             self.runner.loaded.give_back()
         return transfer_stats(num_bytes, started_s)
@@ -268,7 +283,7 @@ class Engine:
                 num_bytes += sum(weights.take() for weights in states)
             if "kv" in parts:
                 if not self.spec.stays:
-                    for reader in filter(None, (self.runner, self.reader)):
+                    for reader in filter(None, (self.runner, self._scorer)):
                         num_bytes += reader.allocate_cache()
                 for weights in states:
                     weights.set_awake("kv")
@@ -362,8 +377,10 @@ class Engine:
         kept = {name: one for name, one in self._weights.items() if one is not dropped}
         self._weights = kept
         self._scheduler.forget(dropped)
-        for reader in filter(None, (self.runner, self.reader)):
-            reader.joined.clear()
+        self.runner.joined.clear()
+        if self._scorer is not None:
+            self._scorer.joined.clear()
+            self._scorer.forget(dropped)
         # A commit that waited for its rows is answered at the end of this iteration.
         answer.set_result(api.OpenAdapters(names=[*kept]))
 
@@ -385,7 +402,6 @@ def _refuse_role(weights: Weights, role: str) -> None:
 def build_engine(
     spec: EmbeddedSpec,
     on_crash: Callable[[BaseException], None] | None = None,
-    make_reader: MakeReader | None = None,
 ) -> Engine:
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     if spec.max_adapters and spec.adapters is None:
@@ -423,14 +439,12 @@ def build_engine(
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     if runner.graphs is not None and spec.max_adapters:
         log.info("steps with other adapters than the run's own use no CUDA graphs")
-    reader = None
-    if make_reader is not None:
-        reader = make_reader(loaded, spec, runner.is_exact)
+    scorer = Scorer(loaded, spec, runner.is_exact) if spec.score_slots else None
     weights = Weights(loaded, spec)
     # Initial weights under adapters come back at other addresses.
     keeps = is_fused and spec.moves and not loaded.adapters
     is_fixed = keeps and fix_addresses(runner, weights, spec)
-    engine = Engine(spec, runner, weights, on_crash, reader, keeps_addresses=is_fixed)
+    engine = Engine(spec, runner, weights, on_crash, scorer, keeps_addresses=is_fixed)
     if isinstance(runner.graphs, FusedSteps):
         runner.graphs.capture_all()
     return engine

@@ -484,11 +484,3 @@ class DecodeGraphs:
             self._replays.popitem(last=False)
         self._replays[layout] = replay
         return replay
-
-
-class TextReader(Runner):
-    """Reads texts with the engine's model, in the loop's thread."""
-
-    def run(self) -> None:
-        """Read the texts that wait and whose weights serve. Called between decode steps."""
-        raise NotImplementedError

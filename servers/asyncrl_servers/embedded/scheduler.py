@@ -66,14 +66,17 @@ class Sequence(Run):
         asked: Asked,
         listener: Listener,
         token_ids: npt.NDArray[np.int64],
+        end_ids: frozenset[int],
         stop_watch: StopWatch | None,
         matcher: TokenMatcher | None,
         adjusted: AdjustedRow | None,
     ) -> None:
+        """`end_ids`: a token with one of these ends the answer."""
         super().__init__(asked, listener)
         self.weights: Weights
         """Of its adapter, from submit() on."""
         self.token_ids = token_ids
+        self.end_ids = end_ids
         self.stop_watch = stop_watch
         self.matcher = matcher
         self.allowed = None if matcher is None else matcher.allowed()
@@ -364,7 +367,6 @@ class Scheduler(RunQueue[Sequence]):
         super().__init__()
         self._spec = spec
         self._runner = runner
-        self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self.num_generated = 0
 
@@ -389,6 +391,9 @@ class Scheduler(RunQueue[Sequence]):
         token_ids = check_request(asked, self._spec.max_length, loaded.vocab_size)
         request = asked.request
         resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
+        end_ids = frozenset(request.stop_ids)
+        if not request.ignore_eos:
+            end_ids |= loaded.eos_ids
         stop_watch = matcher = None
         if request.stop:
             stop_ids = [
@@ -407,7 +412,9 @@ class Scheduler(RunQueue[Sequence]):
         try:
             if request.grammar is not None:
                 matcher = loaded.grammars.begin(request.grammar, resumed)
-            return Sequence(asked, listener, token_ids, stop_watch, matcher, adjusted)
+            return Sequence(
+                asked, listener, token_ids, end_ids, stop_watch, matcher, adjusted
+            )
         except GrammarError as error:
             raise grammar_refusal(request, error) from None
 
@@ -619,7 +626,8 @@ class Scheduler(RunQueue[Sequence]):
         rows.append(drawn)
         token_ids = drawn.ids
         self.num_generated += len(token_ids)
-        is_stop = (token_ids[:, None] == self._eos_ids).any(1)
+        pairs = zip(token_ids.tolist(), rows.sequences, strict=True)
+        is_stop = np.array([token_id in one.end_ids for token_id, one in pairs])
         for row, sequence in enumerate(rows.sequences):
             if sequence.stop_watch is not None and sequence.stop_watch.is_complete(
                 int(token_ids[row])

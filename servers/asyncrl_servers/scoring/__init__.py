@@ -1,1 +1,1 @@
-"""Servers of the extension scoring: teachers and reward models."""
+"""Servers of the extension scoring: reward models."""
