@@ -77,10 +77,14 @@ def test_loss_falls_and_sampler_and_trainer_agree(server: Served) -> None:
         ids = types.ModelInput.from_ints(PROMPT + list(answer.tokens))
         prompt_logprobs = sampler.compute_logprobs(ids).result()
         assert prompt_logprobs[0] is None
-        assert prompt_logprobs[len(PROMPT) :] == pytest.approx(answer.logprobs, abs=1e-4)
+        assert prompt_logprobs[len(PROMPT) :] == pytest.approx(
+            answer.logprobs, abs=1e-4
+        )
         # The base model has other logprobs, and a snapshot keeps its own.
         base = client.create_sampling_client(base_model=MODEL)
-        assert base.compute_logprobs(ids).result()[-1] != pytest.approx(found[-1], abs=1e-3)
+        assert base.compute_logprobs(ids).result()[-1] != pytest.approx(
+            found[-1], abs=1e-3
+        )
         step(training)
         again = sampler.compute_logprobs(ids).result()
         assert again[1:] == prompt_logprobs[1:]
@@ -105,7 +109,9 @@ def test_prompt_numbers_agree_with_each_other(server: Served) -> None:
         sampler = client.create_sampling_client(base_model=MODEL)
         num = len(TEXT) - 1
         targets = types.TensorData(
-            data=[TEXT[1 + row] if col else -1 for row in range(num) for col in range(2)],
+            data=[
+                TEXT[1 + row] if col else -1 for row in range(num) for col in range(2)
+            ],
             dtype="int64",
             shape=[num, 2],
         )
@@ -135,7 +141,10 @@ def test_prompt_numbers_agree_with_each_other(server: Served) -> None:
 
 @pytest.mark.parametrize(
     ("stop", "ends"),
-    [([], lambda one: len(one.tokens) == 40), ([9, 10], lambda one: one.tokens[-1] in (9, 10))],
+    [
+        ([], lambda one: len(one.tokens) == 40),
+        ([9, 10], lambda one: one.tokens[-1] in (9, 10)),
+    ],
 )
 def test_stops(server: Served, stop: list[int], ends: Callable[[Any], bool]) -> None:
     with server.client() as client:
@@ -157,13 +166,17 @@ def test_equal_seeds_draw_equal_tokens(server: Served) -> None:
         assert sample(sampler, seed=12).sequences[0].tokens != first.tokens
 
 
-def script(client: tinker.ServiceClient, seed: int, num_steps: int = 6) -> dict[str, Any]:
+def script(
+    client: tinker.ServiceClient, seed: int, num_steps: int = 6
+) -> dict[str, Any]:
     """Train and sample on policy; return everything that the client saw."""
     training = client.create_lora_training_client(MODEL, rank=4 + 4 * seed, seed=seed)
     seen: dict[str, Any] = {"answers": [], "losses": []}
     for number in range(num_steps):
         sampler = training.save_weights_and_get_sampling_client()
-        answers = [sample(sampler, seed=10 * number + one).sequences[0] for one in range(3)]
+        answers = [
+            sample(sampler, seed=10 * number + one).sequences[0] for one in range(3)
+        ]
         data = [
             sampled_datum(PROMPT, one.tokens, one.logprobs, float(place - 1))
             for place, one in enumerate(answers)
@@ -179,7 +192,9 @@ def script(client: tinker.ServiceClient, seed: int, num_steps: int = 6) -> dict[
 def weights_at(run_dir: Path, path: str) -> dict[str, Any]:
     """Return the state that a checkpoint holds."""
     model_id, kind, name = path.removeprefix("tinker://").split("/")
-    (file,) = (run_dir / kind / model_id.replace(":", "-")).glob(f"{name}-*.safetensors")
+    (file,) = (run_dir / kind / model_id.replace(":", "-")).glob(
+        f"{name}-*.safetensors"
+    )
     return {key: value.tolist() for key, value in load_file(file).items()}
 
 
@@ -194,9 +209,7 @@ def test_two_tenants_get_what_each_gets_alone(server: Served, tmp_path: Path) ->
         with server.client(owner) as client:
             together[seed] = script(client, seed)
 
-    threads = [
-        threading.Thread(target=work, args=given) for given in enumerate(KEYS)
-    ]
+    threads = [threading.Thread(target=work, args=given) for given in enumerate(KEYS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -304,7 +317,9 @@ def test_fault_of_a_training_request_is_in_its_future(server: Served) -> None:
     assert status == 200
     assert answer["category"] == "user"
     assert "dimuon" in answer["error"]
-    status, made = post(server, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    status, made = post(
+        server, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}
+    )
     answer = result(server, made["request_id"])[1]
     assert "gradient" in answer["error"]
 
@@ -334,7 +349,9 @@ def test_keys_reach_their_own_only(server: Served) -> None:
             bob.create_training_client_from_state(path)
         with pytest.raises(tinker.APIStatusError):
             bob.create_sampling_client(model_path=path)
-        assert post(server, "get_info", {"model_id": training.model_id}, "bob")[0] == 404
+        assert (
+            post(server, "get_info", {"model_id": training.model_id}, "bob")[0] == 404
+        )
         rest = bob.create_rest_client()
         listed = rest.list_user_checkpoints().result().checkpoints
         assert path not in [one.tinker_path for one in listed]
@@ -369,7 +386,9 @@ def test_old_tokens_are_masked_and_told(server: Served) -> None:
         spans = {
             "model_input_spans": None,
             "loss_fn_input_spans": [
-                types.PromptProvenanceSpan(sequence_id=answer.sequence_id, offset=1, length=num),
+                types.PromptProvenanceSpan(
+                    sequence_id=answer.sequence_id, offset=1, length=num
+                ),
                 types.SampledProvenanceSpan(
                     sequence_id=answer.sequence_id, offset=0, length=len(answer.tokens)
                 ),
@@ -379,7 +398,9 @@ def test_old_tokens_are_masked_and_told(server: Served) -> None:
         for _ in range(2):
             step(training)
         bound = {"max_staleness": 2, "on_overdue": "mask"}
-        fresh = training.forward_backward([known], "importance_sampling", bound).result()
+        fresh = training.forward_backward(
+            [known], "importance_sampling", bound
+        ).result()
         assert fresh.metrics["staleness:max"] == 2
         assert fresh.metrics["masked_tokens:sum"] == 0
         bound["max_staleness"] = 1
@@ -392,7 +413,9 @@ def test_old_tokens_are_masked_and_told(server: Served) -> None:
         with pytest.raises(tinker.RequestFailedError, match="max_staleness"):
             training.forward_backward([known], "importance_sampling", bound).result()
         with pytest.raises(tinker.RequestFailedError, match="no record"):
-            training.forward_backward([one], "importance_sampling", {"max_staleness": 1}).result()
+            training.forward_backward(
+                [one], "importance_sampling", {"max_staleness": 1}
+            ).result()
 
 
 def test_custom_loss_is_a_weighted_cross_entropy(server: Served) -> None:
@@ -407,10 +430,14 @@ def test_custom_loss_is_a_weighted_cross_entropy(server: Served) -> None:
         one = datum(TEXT, [1.0] * 8)
         custom = first.forward_backward_custom([one], loss_of).result()
         plain = second.forward_backward([one], "cross_entropy").result()
-        assert custom.metrics["mine"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
+        assert custom.metrics["mine"] == pytest.approx(
+            plain.metrics["loss:sum"], rel=1e-5
+        )
         for training in (first, second):
             training.optim_step(ADAM).result()
-        after = [one_.forward([one], "cross_entropy").result() for one_ in (first, second)]
+        after = [
+            one_.forward([one], "cross_entropy").result() for one_ in (first, second)
+        ]
         assert after[0].metrics["loss:sum"] == pytest.approx(
             after[1].metrics["loss:sum"], rel=1e-4
         )
@@ -423,11 +450,23 @@ def test_nonsense_gives_no_server_error(server: Served) -> None:
     rng = random.Random(0)
     good: dict[str, dict[str, Any]] = {
         "create_model": {"session_id": session, "model_seq_id": 1, "base_model": MODEL},
-        "optim_step": {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 1}},
+        "optim_step": {
+            "model_id": model,
+            "seq_id": 1,
+            "adam_params": {"learning_rate": 1},
+        },
         "save_weights": {"model_id": model, "seq_id": 2, "path": "x"},
-        "load_weights": {"model_id": model, "seq_id": 3, "path": "tinker://a/weights/b", "optimizer": True},
+        "load_weights": {
+            "model_id": model,
+            "seq_id": 3,
+            "path": "tinker://a/weights/b",
+            "optimizer": True,
+        },
         "save_weights_for_sampler": {"model_id": model, "seq_id": 4, "path": "y"},
-        "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 0},
+        "create_sampling_session": {
+            "session_id": session,
+            "sampling_session_seq_id": 0,
+        },
         "asample": {
             "base_model": MODEL,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
@@ -441,7 +480,20 @@ def test_nonsense_gives_no_server_error(server: Served) -> None:
         "cancel_future": {"request_id": "x"},
         "forward_backward": {},
     }
-    odd: list[Any] = [None, -1, 2**70, "", "x" * 300, [], {}, [[]], 1e308, True, "../../etc", "é\0"]
+    odd: list[Any] = [
+        None,
+        -1,
+        2**70,
+        "",
+        "x" * 300,
+        [],
+        {},
+        [[]],
+        1e308,
+        True,
+        "../../etc",
+        "é\0",
+    ]
     for _ in range(1000):
         path, body = rng.choice([*good.items()])
         changed: Any = json.loads(json.dumps(body))

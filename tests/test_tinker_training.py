@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("tinker")
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -75,7 +75,8 @@ class FakeTrainer:
         with self._call():
             if asked.loss_fn == "bad":
                 raise TrainerError("trainer", "datum 0 is bad")
-            self.gradient[name] += f"+{asked.loss_fn}"
+            if not asked.forward_only:
+                self.gradient[name] += f"+{asked.loss_fn}"
         return pb.ForwardBackwardOutput(metrics={"loss:sum": 1.0}).SerializeToString()
 
     async def optim_step(self, name: str, _: object) -> dict[str, float]:
@@ -155,21 +156,33 @@ async def serve_until(
 
     trainer.on_loss = come_back
     serving = asyncio.ensure_future(training.serve())
+    using = asyncio.ensure_future(use(training, ledger))
     try:
-        await use(training, ledger)
+        await asyncio.wait({serving, using}, return_when=asyncio.FIRST_COMPLETED)
+        if not using.done():
+            await serving  # raises its error
+        await using
     finally:
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        for task in (serving, using):
+            task.cancel()
+        await asyncio.gather(serving, using, return_exceptions=True)
         await ledger.aclose()
 
 
 KINDS = st.sampled_from(
-    ["backward", "backward", "optim_step", "optim_step", "forward", "bad", "save_weights"]
+    [
+        "backward",
+        "backward",
+        "optim_step",
+        "optim_step",
+        "forward",
+        "bad",
+        "save_weights",
+    ]
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(KINDS, min_size=1, max_size=14),
     st.randoms(use_true_random=False),
@@ -234,7 +247,9 @@ def test_missing_number_fails_those_behind_it(
             done = await training.answer_of(MODEL, seq, 30)
             assert done is not None
             assert done.answer is not None
-            assert "request 1 of this model never came" in json.loads(done.answer)["error"]
+            assert (
+                "request 1 of this model never came" in json.loads(done.answer)["error"]
+            )
         # Later numbers go on, and the late one is told.
         await training.submit(request("backward", 4))
         assert (await training.answer_of(MODEL, 4, 30)).form == "proto"  # type: ignore[union-attr]
@@ -257,14 +272,19 @@ def test_models_take_turns_by_tokens(tmp_path: Path) -> None:
     order = list[str]()
 
     class Noting(FakeTrainer):
-        async def forward_backward(self, name: str, body: bytes, masked: object) -> bytes:
+        async def forward_backward(
+            self, name: str, body: bytes, masked: object
+        ) -> bytes:
             order.append(name)
             return await super().forward_backward(name, body, masked)
 
     def backward(model: str, seq: int, num_tokens: int) -> Request:
         chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=bytes(4 * num_tokens)))
         body = pb.ForwardBackwardRequest(
-            model_id=model, seq_id=seq, loss_fn="x", data=[pb.Datum(model_input=[chunk])]
+            model_id=model,
+            seq_id=seq,
+            loss_fn="x",
+            data=[pb.Datum(model_input=[chunk])],
         )
         return Request(model, seq, "forward_backward", body.SerializeToString())
 

@@ -228,7 +228,7 @@ class Ledger:
                     [*values.values()],
                 )
 
-    async def find(self, kind: type[T], **known: Any) -> list[T]:
+    async def find(self, kind: type[T], /, **known: Any) -> list[T]:
         """Return the rows with these values, in the order of their writing."""
         return list(await self._on_thread(self._find, kind, known))
 
@@ -246,11 +246,11 @@ class Ledger:
             for row in found
         ]
 
-    async def first(self, kind: type[T], **known: Any) -> T | None:
+    async def first(self, kind: type[T], /, **known: Any) -> T | None:
         rows = await self.find(kind, **known)
         return rows[0] if rows else None
 
-    async def drop(self, kind: type[Any], **known: Any) -> None:
+    async def drop(self, kind: type[Any], /, **known: Any) -> None:
         wanted = " AND ".join(f"{name} = ?" for name in known)
         command = f"DELETE FROM {kind.__name__} WHERE {wanted}"
         await self._on_thread(self._connection_run, command, [*known.values()])

@@ -83,7 +83,9 @@ async def checkpoint_of(ledger: Ledger, path: str, owner: str) -> Checkpoint:
     is_over = found is not None and found.expires_s and found.expires_s < time.time()
     if found is None or is_over:
         others = await ledger.find(Checkpoint, model_id=model_id, name=name)
-        hint = next((f"; there is {one.path}" for one in others if one.owner == owner), "")
+        hint = next(
+            (f"; there is {one.path}" for one in others if one.owner == owner), ""
+        )
         raise UserError(f"there is no checkpoint {path}{hint}", 404)
     if found.owner != owner and not found.public:
         raise UserError(f"{path} belongs to another key", 403)

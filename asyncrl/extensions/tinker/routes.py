@@ -34,7 +34,12 @@ from asyncrl.extensions.tinker.requests import (
     read,
 )
 from asyncrl.extensions.tinker.sampling import Sampling, inflight_name
-from asyncrl.extensions.tinker.training import HIDDEN, SAMPLER_WEIGHTS, WEIGHTS, Training
+from asyncrl.extensions.tinker.training import (
+    HIDDEN,
+    SAMPLER_WEIGHTS,
+    WEIGHTS,
+    Training,
+)
 
 Form = TypeVar("Form", bound=BaseModel)
 Handler = Callable[[str, Request], Awaitable[Any]]
@@ -71,7 +76,9 @@ class Served:
     def check(self, name: str | None) -> None:
         """Raise UserError for another model. A name may have a suffix after a colon."""
         if name is not None and name.partition(":")[0] not in self.names:
-            raise UserError(f"the model {name!r} is not served; there is {self.names[0]}", 404)
+            raise UserError(
+                f"the model {name!r} is not served; there is {self.names[0]}", 404
+            )
 
 
 class Routes:
@@ -101,7 +108,9 @@ class Routes:
         open_ones = {one.id for one in await self._ledger.find(rows.Session, ended="")}
         self._seen_s = dict.fromkeys(open_ones, clock())
         models = await self._ledger.find(rows.Model)
-        await self._training.restore([one for one in models if one.session_id in open_ones])
+        await self._training.restore(
+            [one for one in models if one.session_id in open_ones]
+        )
 
     # ---- the application
 
@@ -275,7 +284,9 @@ class Routes:
                 f"rank {lora.rank} of {parts or 'no part'}: the rank is 1 to {self._served.max_rank}, and a part is trained"
             )
         if asked.optimizer_config.type != "adamw":
-            raise UserError(NOT_SERVED.format(f"optimizer {asked.optimizer_config.type!r}"))
+            raise UserError(
+                NOT_SERVED.format(f"optimizer {asked.optimizer_config.type!r}")
+            )
         seed = secrets.randbits(31) if lora.seed is None else lora.seed % 2**63
         return await self._begin(
             owner, asked, "create_model", body, lora.rank, seed, parts
@@ -285,7 +296,9 @@ class Routes:
         body = await request.body()
         asked = read(types.LoadWeightsRequest, body)
         if asked.session_id is None:
-            return await self._train("load_weights", types.LoadWeightsRequest, owner, request)
+            return await self._train(
+                "load_weights", types.LoadWeightsRequest, owner, request
+            )
         self._served.check(asked.base_model)
         found = await checkpoint_of(self._ledger, asked.path, owner)
         # A is loaded, so the seed has no effect.
@@ -349,7 +362,9 @@ class Routes:
     async def _forward_backward(self, owner: str, request: Request) -> Any:
         body = await request.body()
         asked = pb.ForwardBackwardRequest.FromString(body)
-        return await self._accept(owner, asked.model_id, asked.seq_id, "forward_backward", body)
+        return await self._accept(
+            owner, asked.model_id, asked.seq_id, "forward_backward", body
+        )
 
     async def _train(
         self, kind: str, form: type[BaseModel] | None, owner: str, request: Request
@@ -405,7 +420,9 @@ class Routes:
                     await future.done.wait_for(lambda: future.answer is not None)
             except TimeoutError:
                 num = self._sampling.num_open(future.owner)
-                return _pending(request_id, f"{num} samples of this key are queued or running")
+                return _pending(
+                    request_id, f"{num} samples of this key are queued or running"
+                )
         return _answer(future.form, future.answer)
 
     async def _cancel_future(self, owner: str, request: Request) -> None:
@@ -428,7 +445,9 @@ class Routes:
             self._served.check(asked.base_model or "")
         number = asked.sampling_session_seq_id
         sampler_id = f"{session.id}:sample:{number}"
-        made = rows.Sampler(sampler_id, session.id, owner, asked.model_path or "", weights)
+        made = rows.Sampler(
+            sampler_id, session.id, owner, asked.model_path or "", weights
+        )
         await self._ledger.put(made)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
@@ -453,7 +472,9 @@ class Routes:
             self._served.check(asked.base_model or "")
             sampler = rows.Sampler("", "", owner)
         if self._sampling.num_open(owner) >= self._limits.max_futures:
-            raise UserError(f"{self._limits.max_futures} samples of this key are open", 429)
+            raise UserError(
+                f"{self._limits.max_futures} samples of this key are open", 429
+            )
         weights, name = self._weights_of(sampler), ""
         if sampler.inflight:
             name = inflight_name(sampler.inflight)
@@ -550,14 +571,19 @@ class Routes:
     async def _checkpoints_of_run(self, owner: str, request: Request) -> Any:
         model = await self._any_model(owner, request)
         made = await self._ledger.find(rows.Checkpoint, model_id=model.id)
-        shown = [_checkpoint_body(one) for one in made if not one.name.startswith(HIDDEN)]
+        shown = [
+            _checkpoint_body(one) for one in made if not one.name.startswith(HIDDEN)
+        ]
         return {"checkpoints": shown, "cursor": None}
 
     async def _checkpoints(self, owner: str, request: Request) -> Any:
         made = await self._ledger.find(rows.Checkpoint, owner=owner)
         visible = [one for one in made if not one.name.startswith(HIDDEN)]
         shown, cursor = _page(visible[::-1], request)
-        return {"checkpoints": [_checkpoint_body(one) for one in shown], "cursor": cursor}
+        return {
+            "checkpoints": [_checkpoint_body(one) for one in shown],
+            "cursor": cursor,
+        }
 
     async def _own_checkpoint(self, owner: str, request: Request) -> rows.Checkpoint:
         place = request.path_params

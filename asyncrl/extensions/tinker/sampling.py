@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,17 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import Checkpoint, Ledger, Sampled
 from asyncrl.extensions.tinker.requests import SCALE, UserError
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, OpenAdapterRequest, ScoreRequest
+from asyncrl.messages.engine_api import (
+    MAX_TOP_LOGPROBS,
+    OpenAdapterRequest,
+    ScoreRequest,
+    ScoreResponse,
+)
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS
 from asyncrl.messages.trainer_api import ExportResponse
+
 
 def inflight_name(model_id: str) -> str:
     """Return the name of the adapter of a model's inflight samplers."""
@@ -250,15 +257,12 @@ class Sampling:
         weights: Checkpoint | None,
         adapter: str,
     ) -> bytes:
-        scoring = None
+        scored = list[asyncio.Task[ScoreResponse]]()
         draws = list[asyncio.Task[Completion]]()
         try:
             async with asyncio.TaskGroup() as group:
-                request = plan.score_request(adapter)
-                if request is not None:
-                    scoring = group.create_task(
-                        self._pool.ask("prompt logprobs", lambda one: one.score(request))
-                    )
+                for request in plan.score_requests(adapter):
+                    scored.append(group.create_task(self._score(request)))
                 for index, name in enumerate(ids):
                     sampled = plan.sampling_request(index, name, adapter)
                     draws.append(group.create_task(self._pool.generate(sampled)))
@@ -271,11 +275,14 @@ class Sampling:
             plan.add_sequence(made, completion)
             spans = [list(span[:3]) for span in completion.sampled.spans]
             self._ledger.put_soon(Sampled(name, owner, model_id, spans))
-        if scoring is not None:
-            plan.add_scores(made, scoring.result())
-        elif plan.is_first_only:
+        for scores in scored:
+            plan.add_scores(made, scores.result())
+        if plan.is_first_only:
             made.prompt_logprobs = np.array([np.nan], "<f4").tobytes()
         return made.SerializeToString()
+
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        return await self._pool.ask("prompt logprobs", lambda one: one.score(request))
 
 
 def _error(text: str, category: str) -> bytes:
@@ -292,7 +299,9 @@ class SamplePlan:
         self._asked = asked
         for chunk in asked.prompt.chunks:
             if chunk.type != "encoded_text":
-                raise UserError(f"a prompt with a chunk {chunk.type!r}: only text is supported")
+                raise UserError(
+                    f"a prompt with a chunk {chunk.type!r}: only text is supported"
+                )
         self._ids: list[int] = [int(one) for one in asked.prompt.to_ints()]
         params = asked.sampling_params
         num_prompt = len(self._ids)
@@ -321,7 +330,9 @@ class SamplePlan:
                 raise UserError(f"{name} is outside of 0 to {MAX_TOP_LOGPROBS}")
         last = asked.prompt_logprobs_last_n
         if last is not None and not 1 <= last <= max(num_prompt - 1, 1):
-            raise UserError(f"prompt_logprobs_last_n={last} is outside of 1 to {num_prompt - 1}")
+            raise UserError(
+                f"prompt_logprobs_last_n={last} is outside of 1 to {num_prompt - 1}"
+            )
         self._stop = self._stops()
         self._seed = secrets.randbits(62) if params.seed is None else params.seed
         self._targets = self._target_rows()
@@ -342,28 +353,28 @@ class SamplePlan:
         raise UserError("stop is a text, a list of texts, or a list of token ids")
 
     def _target_rows(self) -> list[list[int]] | None:
-        """Return the asked ids of each position after the first; -1: none."""
+        """Return the asked ids of each position after the first; -1: none, also at the
+        end of short rows.
+        """
         tensor = self._asked.target_prompt_logprobs
         if tensor is None:
             return None
         num = len(self._ids) - 1
-        if tensor.sparse_crow_indices is not None:
-            rows = [
-                tensor.data[start:end]
-                for start, end in zip(
-                    tensor.sparse_crow_indices,
-                    tensor.sparse_crow_indices[1:],
-                    strict=False,
-                )
-            ]
-        else:
-            shape = tensor.shape or [num, -1]
-            rows = np.array(tensor.data).reshape(shape).tolist()
+        bounds = tensor.sparse_crow_indices
+        if bounds is None:
+            width = tensor.shape[-1] if tensor.shape else 1
+            bounds = range(0, len(tensor.data) + 1, max(width, 1))
+        rows = [
+            [int(one) for one in tensor.data[start:end]]
+            for start, end in pairwise(bounds)
+        ]
         if len(rows) != num:
             raise UserError(
                 f"target_prompt_logprobs has {len(rows)} rows, and the prompt {num} tokens after the first"
             )
-        return [[int(one) for one in row] for row in rows]
+        self._widths = [len(row) for row in rows]
+        widest = max(self._widths, default=0)
+        return [row + [-1] * (widest - len(row)) for row in rows] if widest else None
 
     def sampling_request(self, index: int, name: str, adapter: str) -> SamplingRequest:
         params = self._asked.sampling_params
@@ -382,30 +393,23 @@ class SamplePlan:
             **self._stop,
         )
 
-    @property
-    def _first(self) -> int:
-        """The first token whose logprob is asked for."""
-        last = self._asked.prompt_logprobs_last_n
-        if last is None or self._targets or self._asked.prompt_alt_tokens_k:
-            return 1
-        return len(self._ids) - int(last)
-
-    def score_request(self, adapter: str) -> ScoreRequest | None:
-        asked = self._asked
-        wants = asked.prompt_logprobs or asked.topk_prompt_logprobs
-        if len(self._ids) < 2 or not (
-            wants or self._targets or asked.prompt_alt_tokens_k
-        ):
-            return None
-        return ScoreRequest(
-            token_ids=self._ids,
-            start=self._first,
-            top_k=asked.topk_prompt_logprobs,
-            adapter=adapter,
-            targets=self._targets,
-            draws=asked.prompt_alt_tokens_k,
-            seed=self._seed % 2**62,
-        )
+    def score_requests(self, adapter: str) -> Iterator[ScoreRequest]:
+        asked, num = self._asked, len(self._ids)
+        if num < 2:
+            return
+        last = asked.prompt_logprobs_last_n
+        plain = ScoreRequest(token_ids=self._ids, adapter=adapter)
+        if asked.prompt_logprobs or asked.topk_prompt_logprobs:
+            first = 1 if last is None else num - last
+            k = asked.topk_prompt_logprobs
+            yield plain.model_copy(update={"start": first, "top_k": k})
+        if self._targets is not None:
+            yield plain.model_copy(update={"targets": self._targets})
+        # At the request's temperature, unlike the logprobs above.
+        if asked.prompt_alt_tokens_k:
+            more = {"draws": asked.prompt_alt_tokens_k, "seed": self._seed}
+            temperature = asked.sampling_params.temperature or 1.0
+            yield plain.model_copy(update=more | {"temperature": temperature})
 
     @property
     def is_first_only(self) -> bool:
@@ -423,41 +427,41 @@ class SamplePlan:
             ids, logprobs = sampled.columns[TOP_IDS], sampled.columns[TOP_LOGPROBS]
             _set_top(one.topk_sampled_logprobs, k, ids.values, logprobs.values)
 
-    def add_scores(self, made: Any, scores: Any) -> None:
+    def add_scores(self, made: Any, scores: ScoreResponse) -> None:
+        """Add the answer of one of score_requests()."""
         asked, num = self._asked, len(self._ids)
-        last = asked.prompt_logprobs_last_n
-        num_shown = num - 1 if last is None else int(last)
-        own = np.array(scores.logprobs, np.float32)[-num_shown:]
-        if asked.prompt_logprobs:
-            logprobs = np.full(num, np.nan, np.float32)
-            logprobs[num - num_shown :] = own
-            made.prompt_logprobs = logprobs.astype("<f4").tobytes()
-        if k := asked.topk_prompt_logprobs:
-            ids = np.zeros((num, k), np.int32)
-            logprobs = np.full((num, k), EMPTY_LOGPROB, np.float32)
-            shape = (-1, k)
-            ids[num - num_shown :] = np.reshape(scores.top_ids, shape)[-num_shown:]
-            top = np.reshape(scores.top_logprobs, shape)
-            logprobs[num - num_shown :] = top[-num_shown:]
-            _set_top(made.topk_prompt_logprobs, k, ids, logprobs)
-        if self._targets is not None:
+        if scores.target_logprobs:
             self._set_targets(made.target_prompt_logprobs, scores.target_logprobs)
-        if k := asked.prompt_alt_tokens_k:
-            shape = [num - 1, k]
+            return
+        if scores.draw_ids:
+            shape = [num - 1, asked.prompt_alt_tokens_k]
             alt = made.prompt_alt_tokens
             _set_dense(alt.tokens, np.array(scores.draw_ids, np.int64), shape)
             _set_dense(alt.logprobs, np.array(scores.draw_logprobs, np.float32), shape)
+            return
+        first = num - len(scores.logprobs)
+        if asked.prompt_logprobs:
+            logprobs = np.full(num, np.nan, "<f4")
+            logprobs[first:] = scores.logprobs
+            made.prompt_logprobs = logprobs.tobytes()
+        if k := asked.topk_prompt_logprobs:
+            ids = np.zeros((num, k), np.int32)
+            top = np.full((num, k), EMPTY_LOGPROB, np.float32)
+            ids[first:] = np.reshape(scores.top_ids, (-1, k))
+            top[first:] = np.reshape(scores.top_logprobs, (-1, k))
+            _set_top(made.topk_prompt_logprobs, k, ids, top)
 
     def _set_targets(self, tensor: Any, found: Sequence[float]) -> None:
         asked = self._asked.target_prompt_logprobs
-        values = np.array(found, np.float32)
-        shape = asked.shape or [len(self._ids) - 1, -1]
+        num = len(self._ids) - 1
+        values = np.reshape(np.array(found, np.float32), (num, -1))
         if asked.sparse_crow_indices is None:
-            _set_dense(tensor, values, np.reshape(values, shape).shape)
+            _set_dense(tensor, values, values.shape)
             return
         tensor.dtype = pb.DTYPE_FLOAT32
-        tensor.shape.extend(shape)
-        tensor.sparse_csr.values = values.tobytes()
+        tensor.shape.extend(asked.shape)
+        is_asked = np.arange(values.shape[1]) < np.array(self._widths)[:, None]
+        tensor.sparse_csr.values = values[is_asked].tobytes()
         for name in ("crow_indices", "col_indices"):
             indices = np.array(getattr(asked, f"sparse_{name}"), np.int64)
             setattr(tensor.sparse_csr, name, indices.tobytes())

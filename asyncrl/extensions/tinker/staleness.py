@@ -105,7 +105,9 @@ class AgeRule:
             if needs_record or bound.most is not None:
                 _check_record(index, version_T, weighted_T, asked.loss_fn)
             age_T = np.where(version_T >= 0, model.version - version_T, 0)
-            old_T = weighted_T & (age_T > (np.inf if bound.most is None else bound.most))
+            old_T = weighted_T & (
+                age_T > (np.inf if bound.most is None else bound.most)
+            )
             if old_T.any():
                 if bound.on_overdue == "refuse":
                     raise UserError(
@@ -137,7 +139,9 @@ class AgeRule:
             if found is None or found.owner != model.owner:
                 continue
             # Each use keeps the record for another day.
-            self._ledger.put_soon(Sampled(found.id, found.owner, found.model_id, found.spans))
+            self._ledger.put_soon(
+                Sampled(found.id, found.owner, found.model_id, found.spans)
+            )
             if found.model_id in ("", model.id):
                 known[name] = _by_token(found.spans)
         return known
@@ -200,4 +204,6 @@ def _check_record(
         text += "it was not sampled, and has a weight"
     else:
         text += NO_RECORD
-    raise UserError(f"{text}; {loss} with this bound needs the record of each weighted token")
+    raise UserError(
+        f"{text}; {loss} with this bound needs the record of each weighted token"
+    )

@@ -94,9 +94,7 @@ class TinkerConfig(JobConfig):
 
     def as_run(self) -> RunConfig:
         shared: dict[str, Any] = {
-            name: value
-            for name, value in self
-            if name not in ("tinker", "checkpoint")
+            name: value for name, value in self if name not in ("tinker", "checkpoint")
         }
         # Not an adapter of anybody: it tells trainer and engines which layers may have one.
         lora = LoraConfig(rank=1, alpha=1, targets="all")

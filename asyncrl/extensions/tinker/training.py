@@ -180,7 +180,9 @@ class Training:
             run.waiting.setdefault(request.seq, request)
         self.changed.notify()
 
-    async def answer_of(self, model_id: str, seq: int, limit_s: float) -> Request | None:
+    async def answer_of(
+        self, model_id: str, seq: int, limit_s: float
+    ) -> Request | None:
         """Return the request once it has its answer, None after `limit_s`; marks it as
         read. Raises KeyError if it is unknown.
         """
