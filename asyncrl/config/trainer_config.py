@@ -46,9 +46,9 @@ class LoraConfig(FrozenConfig):
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: list[str] | Literal["all-linear"] = "all-linear"
+    targets: list[str] | Literal["all-linear", "all"] = "all-linear"
     """Linear layers with adapters, e.g. [q_proj, v_proj, lm_head] (all-linear = all but the
-    head).
+    head, all = the head too).
     """
 
     @property

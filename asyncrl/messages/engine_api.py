@@ -99,7 +99,7 @@ class AdapterSpec(Message):
 
     rank: int = Field(ge=1)
     scale: float
-    targets: list[str] | Literal["all-linear"] = "all-linear"
+    targets: list[str] | Literal["all-linear", "all"] = "all-linear"
 
 
 class OpenAdapterRequest(AdapterSpec):

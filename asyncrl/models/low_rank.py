@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from asyncrl.base.errors import ConfigError
 from asyncrl.models.structure import hooked
 
-Targets = Sequence[str] | Literal["all-linear"]
+Targets = Sequence[str] | Literal["all-linear", "all"]
 
 
 class LowRank(NamedTuple):
@@ -76,8 +76,8 @@ def find_targets(
 
     `called`: of noted_calls(). Other layers only hold a weight that the model reads,
     such as Mamba's dt_proj, which would pass by an adapter. The output head may be
-    named, also if it is tied to the embedding, which has no adapter. all-linear leaves
-    it out.
+    named, also if it is tied to the embedding, which has no adapter. "all-linear" leaves
+    it out, "all" has it.
     """
     # Tied weights are the same object under two names. The exported model would need
     # another weight for each.
@@ -101,7 +101,7 @@ def find_targets(
     if not known:
         what = f"trainer.lora: {type(model).__name__} has no linear layers that adapters fit"
         raise ConfigError(what, way_out="remove trainer.lora, to train all weights.")
-    return known if targets == "all-linear" else with_ends(known, targets)
+    return known if isinstance(targets, str) else with_ends(known, targets)
 
 
 def with_ends(known: Collection[str], ends: Sequence[str]) -> list[str]:

@@ -54,6 +54,15 @@ def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
         )
 
 
+def _kept(state: dict[str, Tensor], with_optimizer: bool) -> dict[str, Tensor]:
+    """Return the tensors of Trained.state() that a file has, or is read for."""
+    return {
+        key: one
+        for key, one in state.items()
+        if with_optimizer or key.startswith("weights.")
+    }
+
+
 @dataclass(eq=False)
 class TrainedAdapter:
     """An adapter of the table. `pairs`: by the name of their layer."""
@@ -164,7 +173,8 @@ class AdapterTable:
 
     def open(self, name: str, config: LoraConfig, seed: int) -> None:
         """Add an adapter, whose A is drawn from `seed`. Its layers are among the table's;
-        "all-linear" are all of these but the head. Raises ConfigError and Refused.
+        "all" are all of these, "all-linear" all but the head. Raises ConfigError and
+        Refused.
         """
         if name in self._adapters:
             raise Refused(
@@ -173,10 +183,17 @@ class AdapterTable:
         if self._adapters:
             self._refuse_sharded("another adapter cannot be opened")
         chosen = [*self.layers]
-        if config.targets != "all-linear":
-            chosen = with_ends(chosen, config.targets)
-        else:
+        if config.targets == "all-linear":
             chosen = [one for one in chosen if one != self._head_name]
+        elif config.targets != "all":
+            chosen = with_ends(chosen, config.targets)
+        if not chosen:
+            raise Refused(
+                422,
+                f"the adapter {name!r} has no layer: the table has {[*self.layers]}",
+                rule="an adapter changes at least one layer of the table",
+                way_out="name one of these layers.",
+            )
         pairs = dict[str, Pair]()
         # Drawn on the CPU: the same numbers on any device and rank, as peft draws them.
         generator = torch.Generator().manual_seed(seed)
@@ -250,21 +267,21 @@ class AdapterTable:
             trained.drop_gradient()
         return norm
 
-    def save(self, name: str, path: Path) -> None:
+    def save(self, name: str, path: Path, *, with_optimizer: bool = True) -> None:
         """Write weights and AdamW state to the safetensors file `path`, without the
         gradient. Raises Refused, OSError, SafetensorError.
         """
         self._refuse_sharded(f"the adapter {name!r} cannot be saved by itself")
-        save_file(self.trained(name).state(), path)
+        save_file(_kept(self.trained(name).state(), with_optimizer), path)
 
-    def load(self, name: str, path: Path) -> None:
-        """Restore a saved state, also of another name, and drop the gradient. Raises
-        Refused for other layers or ranks, OSError, SafetensorError; then nothing has
-        changed.
+    def load(self, name: str, path: Path, *, with_optimizer: bool = True) -> None:
+        """Restore a saved state, also of another name, and drop the gradient. Without
+        the optimizer's state, AdamW begins again. Raises Refused for other layers or
+        ranks, OSError, SafetensorError; then nothing has changed.
         """
         self._refuse_sharded(f"the adapter {name!r} cannot be loaded by itself")
         trained = self.trained(name)
-        saved = load_file(path)
+        saved = _kept(load_file(path), with_optimizer)
         sizes = {key: tuple(tensor.shape) for key, tensor in saved.items()}
         here = {key: tuple(one.shape) for key, one in trained.state().items()}
         refuse_foreign(path, sizes, here, ["weights."])

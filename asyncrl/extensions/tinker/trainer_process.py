@@ -1,0 +1,385 @@
+"""Trainer process: one base model and a table of adapters, each trained by a client.
+
+One thread owns torch and executes calls one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from aiohttp import web
+from pydantic import BaseModel
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import sync
+from asyncrl.base.host import LOG_FORMAT
+from asyncrl.base.http import (
+    SECRET_ENV,
+    Refused,
+    add_route,
+    child_arguments,
+    die_with_parent,
+    fail,
+    json_answer,
+    make_app,
+    read_message,
+    secret_of,
+    serve,
+)
+from asyncrl.config.trainer_config import LoraConfig
+from asyncrl.extensions.tinker import trainer_calls as api
+from asyncrl.extensions.tinker.datums import (
+    Datum,
+    Limits,
+    PackedDatums,
+    answer_of,
+    config_of,
+    pack,
+    read_datums,
+    read_request,
+)
+from asyncrl.extensions.tinker.losses import Config, Loss, LossTokens, loss_of
+from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
+from asyncrl.trainer.ranks.optimizer import Trained
+from asyncrl.trainer.ranks.rank_process import make_staging
+from asyncrl.trainer.ranks.ranks import ONE_RANK
+from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.export import LazyWeights, export_weights, named_weights
+from asyncrl.weights.tensor_files import rename_adapters, stored_names, stored_pieces
+
+T = TypeVar("T")
+log = logging.getLogger("asyncrl.trainer")
+ATTENTION_PARTS = ("attn", "attention", "mixer")
+"""Words in the names of attention layers and recurrences, e.g. linear_attn."""
+
+
+class TinkerRank:
+    """The base model and its adapters, on the torch thread.
+
+    Invariant: after a refusal nothing has changed, gradients included.
+    Invariant: on a CPU the bits of an adapter depend on its own calls only.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        """Raises ConfigError."""
+        if spec.trainer.world_size > 1 or spec.trainer.lora is None:
+            raise ConfigError(
+                "the trainer of Tinker clients has one rank, and adapters only",
+                way_out="set trainer.world_size=1 and trainer.lora.targets=all.",
+            )
+        set_up_torch(spec)
+        self._max_tokens = spec.trainer.micro_batch_tokens
+        self._model = TrainedModel(spec, ONE_RANK, needs_reference=False)
+        assert self._model.adapters is not None
+        self._table = self._model.adapters
+        model = self._model.policy.model
+        context = getattr(
+            model.config.get_text_config(), "max_position_embeddings", None
+        )
+        self._limits = Limits(self._model.vocab_size, context)
+        weights, _ = self._table.merging(named_weights(model))
+        self._stored = stored_names(stored_pieces(model, weights))
+
+    def state(self) -> api.TrainerState:
+        """Return the open adapters. Any thread may call it."""
+        names = [one for one in self._table.names if one not in self._table.of_run]
+        return api.TrainerState(device=self._model.device.type, adapters=names)
+
+    def open(self, call: api.OpenCall) -> api.OpenedAdapter:
+        """Add an adapter. Raises Refused."""
+        head = self._model.policy.model.get_output_embeddings()
+        targets = [
+            name
+            for name, layer in self._table.layers.items()
+            if part_of(name, is_head=layer is head) in call.parts
+        ]
+        config = LoraConfig(rank=call.rank, alpha=api.ALPHA, targets=targets)
+        self._table.open(call.adapter, config, call.seed)
+        return api.OpenedAdapter(targets=targets, scale=config.scale)
+
+    def drop(self, call: api.AdapterCall) -> api.TrainerState:
+        self._table.drop(call.adapter)
+        return self.state()
+
+    def forward_backward(self, call: api.GradientCall, body: bytes) -> bytes:
+        """Add the gradient of a serialized ForwardBackwardRequest, and return its
+        ForwardBackwardOutput. Raises Refused.
+        """
+        trained = self._table.trained(call.adapter)
+        request = read_request(body)
+        loss, config = loss_of(request.loss_fn, config_of(request))
+        datums = read_datums(request, loss, call.masked, self._limits)
+        sums = LossSums(loss, config, datums)
+        packed = pack(datums, call.adapter, self._model.policy, self._max_tokens)
+        with own_gradient(trained) as gradients:
+            for one in packed:
+                with torch.set_grad_enabled(not request.forward_only):
+                    entry_E = self._model.policy(one.micro).entry_E
+                    value = sums.add(one, entry_E[one.entry_M])
+                if not request.forward_only:
+                    value.backward()  # type: ignore[no-untyped-call]
+            numbers = [one.grad for one in gradients if one.grad is not None]
+            if not (
+                math.isfinite(sums.loss)
+                and np.isfinite(sums.logprobs).all()
+                and all(bool(one.isfinite().all()) for one in numbers)
+            ):
+                raise Refused(
+                    400,
+                    f"loss:sum of {request.loss_fn} is {sums.loss}, or its gradient is not finite",
+                    rule="loss, logprobs and gradient are finite numbers",
+                    way_out="send smaller advantages or weights, or load an earlier checkpoint.",
+                )
+        return answer_of(datums, sums.logprobs, sums.metrics())
+
+    def optim_step(self, call: api.StepCall) -> api.StepMetrics:
+        """Take a step of AdamW. Raises Refused."""
+        trained = self._table.trained(call.adapter)
+        params = call.params
+        weights = [*trained.masters.named.values()]
+        if all(weight.grad is None for weight in weights):
+            raise Refused(
+                400,
+                f"the adapter {call.adapter!r} has no gradient",
+                rule="a step follows at least one forward_backward",
+                way_out="call forward_backward first; a load drops the gradient.",
+            )
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(weights, params.grad_clip_norm or math.inf)
+        )
+        if not math.isfinite(norm):
+            trained.drop_gradient()
+            raise Refused(
+                400,
+                f"the norm of the gradient is {norm}",
+                rule="a step needs a finite gradient; this one is dropped, and the weights stay",
+                way_out="call forward_backward again, with smaller advantages or weights.",
+            )
+        for group in trained.optimizer.param_groups:
+            group["lr"] = params.learning_rate
+            group["betas"] = (params.beta1, params.beta2)
+            group["eps"] = params.eps
+            group["weight_decay"] = params.weight_decay
+        trained.step()
+        trained.drop_gradient()
+        metrics = {
+            "grad_norm:mean": norm,
+            "learning_rate:mean": params.learning_rate,
+            "num_steps:max": float(trained.num_steps),
+        }
+        return api.StepMetrics(metrics=metrics)
+
+    def save(self, call: api.FileCall) -> api.TrainerState:
+        """Write a whole, durable safetensors file. Raises Refused."""
+        unfinished = call.path.with_name(f".{call.path.name}.new")
+        with _files(call.path):
+            try:
+                self._table.save(
+                    call.adapter, unfinished, with_optimizer=call.with_optimizer
+                )
+                sync(unfinished)
+                unfinished.replace(call.path)
+                sync(call.path.parent)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return self.state()
+
+    def load(self, call: api.FileCall) -> api.TrainerState:
+        """Read a saved file. Raises Refused."""
+        with _files(call.path):
+            self._table.load(
+                call.adapter, call.path, with_optimizer=call.with_optimizer
+            )
+        return self.state()
+
+    def export(self, call: api.FileCall) -> api.ExportedAdapter:
+        """Write what engines read. Raises Refused."""
+        tensors = rename_adapters(self._table.tensors(call.adapter), self._stored)
+        with _files(call.path):
+            made = export_weights(LazyWeights(tensors), call.path, 0, self._model.dtype)
+        return api.ExportedAdapter(
+            digest=made.digest, num_tensors=made.num_tensors, num_bytes=made.num_bytes
+        )
+
+
+def part_of(name: str, *, is_head: bool) -> api.Part:
+    """Return the part of a model that a linear layer belongs to."""
+    if is_head:
+        return "unembed"
+    is_attention = any(word in name for word in ATTENTION_PARTS)
+    return "attn" if is_attention else "mlp"
+
+
+@contextmanager
+def own_gradient(trained: Trained) -> Iterator[Sequence[Tensor]]:
+    """Yield weights without a gradient. What they get is added to the gradient that they
+    had; after an error they have that one.
+    """
+    weights = [*trained.masters.named.values()]
+    kept = [weight.grad for weight in weights]
+    trained.drop_gradient()
+    try:
+        yield weights
+        added = [weight.grad for weight in weights]
+    except BaseException:
+        added = [None] * len(weights)
+        raise
+    finally:
+        for weight, old, new in zip(weights, kept, added, strict=True):
+            if old is not None and new is not None:
+                old += new
+            weight.grad = new if old is None else old
+
+
+class LossSums:
+    """Sums over the micro-batches of a request. `logprobs`: of all target tokens."""
+
+    def __init__(self, loss: Loss, config: Config, datums: Sequence[Datum]) -> None:
+        self._loss = loss
+        self._config = config
+        self._inputs = {
+            name: np.concatenate([one.inputs[name].reshape(-1) for one in datums])
+            for name in loss.inputs
+        }
+        weight, *_ = self._inputs.values()
+        self._is_weighted = weight != 0
+        self.logprobs = np.empty(len(weight), np.float32)
+        self.loss = 0.0
+
+    def add(self, one: PackedDatums, logprob_M: Tensor) -> Tensor:
+        """Add a micro-batch and return its loss, float64."""
+        self.logprobs[one.place_M] = logprob_M.detach().float().cpu().numpy()
+        inputs = {
+            name: torch.from_numpy(values[one.place_M]).to(logprob_M.device).double()
+            for name, values in self._inputs.items()
+        }
+        tokens = LossTokens(logprob_M.double(), inputs, one.datum_M)
+        value = self._loss.function(tokens, self._config).sum()
+        self.loss += float(value.detach())
+        return value
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return metrics, whose names end in how clients join those of parts."""
+        used = self._is_weighted
+        metrics = {"loss:sum": self.loss, "tokens:sum": float(used.sum())}
+        if "logprobs" in self._inputs and used.any():
+            changes = self.logprobs[used] - self._inputs["logprobs"][used]
+            ratios = np.exp(changes.astype(np.float64))
+            metrics["ratio:mean"] = float(ratios.mean())
+            metrics["ratio:max"] = float(ratios.max())
+        return metrics
+
+
+@contextmanager
+def _files(path: Path) -> Iterator[None]:
+    """Raise Refused for errors of files."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise Refused(
+            507,
+            f"cannot write or read {path}: {error}",
+            way_out="check the path, its permissions and the space on its disk.",
+        ) from error
+
+
+class TinkerService:
+    """A TinkerRank on its own thread."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._torch_thread = ThreadPoolExecutor(1, "torch")
+        # torch's number of CPU threads belongs to the calling thread.
+        self._rank = self._torch_thread.submit(TinkerRank, spec).result()
+
+    async def health(self) -> api.TrainerState:
+        # Not on the torch thread, which may compute for minutes.
+        return self._rank.state()
+
+    async def forward_backward(self, content: bytes) -> bytes:
+        head, _, body = content.partition(b"\n")
+        call = read_message(api.GradientCall, head)
+        return await self._on_torch_thread(
+            lambda: self._rank.forward_backward(call, body)
+        )
+
+    async def call(self, name: str, content: bytes) -> BaseModel:
+        """Make the call of this name in CALLS. Raises Refused."""
+        kind, function = CALLS[name]
+        call = read_message(kind, content)
+        return await self._on_torch_thread(lambda: function(self._rank, call))
+
+    def _on_torch_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._torch_thread, work)
+
+
+class Call(NamedTuple):
+    kind: type[BaseModel]
+    function: Callable[..., BaseModel]
+
+
+CALLS = {
+    "open": Call(api.OpenCall, TinkerRank.open),
+    "drop": Call(api.AdapterCall, TinkerRank.drop),
+    "optim_step": Call(api.StepCall, TinkerRank.optim_step),
+    "save": Call(api.FileCall, TinkerRank.save),
+    "load": Call(api.FileCall, TinkerRank.load),
+    "export": Call(api.FileCall, TinkerRank.export),
+}
+"""Each call by its path."""
+
+
+def make_service(service: TinkerService, secret: str) -> web.Application:
+    app = make_app(secret)
+
+    async def call(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in CALLS:
+            raise web.HTTPNotFound
+        return json_answer(await service.call(name, await request.read()))
+
+    async def forward_backward(request: web.Request) -> web.Response:
+        answer = await service.forward_backward(await request.read())
+        return web.Response(body=answer)
+
+    add_route(app, "GET", "/health", service.health)
+    app.router.add_post("/forward_backward", forward_backward)
+    app.router.add_post("/{name}", call)
+    return app
+
+
+def main() -> None:
+    text, fd = child_arguments()
+    spec = TrainerSpec.model_validate_json(text)
+    # First: if the server dies during the start, nobody else ends this process.
+    die_with_parent(lambda: shutil.rmtree(spec.staging_dir, ignore_errors=True))
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    disable_progress_bar()
+    try:
+        make_staging(spec.staging_dir)
+        service = TinkerService(spec)
+    except ConfigError as error:
+        log.exception("cannot start")
+        fail(error.what, rule=error.rule, way_out=error.way_out)
+    except (MemoryError, RuntimeError, OSError) as error:
+        log.exception("cannot start")
+        fail(f"{type(error).__name__}: {error}", way_out="read the trainer's log.")
+    log.info("serving %s to Tinker clients", spec.model_path)
+    serve(make_service(service, secret_of(SECRET_ENV)), fd, ends_at_once=True)
+
+
+if __name__ == "__main__":
+    main()
