@@ -20,7 +20,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from asyncrl.base.errors import TrainerError, TrainerLost
+from asyncrl.base.errors import ErrorBody
+from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.extensions.tinker import training as module
 from asyncrl.extensions.tinker.ledger import Ledger, Model, Request
 from asyncrl.extensions.tinker.staleness import AgeRule, Bound
@@ -29,6 +30,10 @@ from asyncrl.extensions.tinker.training import Training
 
 pytestmark = [pytest.mark.extras, pytest.mark.extension("tinker")]
 MODEL = "s:train:0"
+
+
+def refused(error: str) -> CallRefused:
+    return CallRefused("trainer", "/call", 400, ErrorBody(error=error))
 
 
 class FakeTrainer:
@@ -59,7 +64,7 @@ class FakeTrainer:
         self.weights.clear()
         self.gradient.clear()
         self.on_loss()
-        raise TrainerLost("trainer", "it is gone")
+        raise CallLost("trainer", "/call", "it is gone")
 
     async def open(self, name: str, *_: object) -> OpenedAdapter:
         with self._call():
@@ -74,7 +79,7 @@ class FakeTrainer:
         asked = pb.ForwardBackwardRequest.FromString(body)
         with self._call():
             if asked.loss_fn == "bad":
-                raise TrainerError("trainer", "datum 0 is bad")
+                raise refused("datum 0 is bad")
             if not asked.forward_only:
                 self.gradient[name] += f"+{asked.loss_fn}"
         return pb.ForwardBackwardOutput(metrics={"loss:sum": 1.0}).SerializeToString()
@@ -82,7 +87,7 @@ class FakeTrainer:
     async def optim_step(self, name: str, _: object) -> dict[str, float]:
         with self._call():
             if not self.gradient[name]:
-                raise TrainerError("trainer", "there is no gradient")
+                raise refused("there is no gradient")
             self.weights[name] += f"({self.gradient[name]})"
             self.gradient[name] = ""
         return {"grad_norm:mean": 1.0}

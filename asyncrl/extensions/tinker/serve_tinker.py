@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from asyncrl.agents.endpoint.gateway import AppServer
-from asyncrl.base.errors import ConfigError, EngineLost
+from asyncrl.base.errors import ConfigError, EngineLost, TrainerLost
 from asyncrl.base.files import new_staging_dir, remove_staging_dir
 from asyncrl.base.user_code import run_loop
 from asyncrl.config.load import load_job, name_of_config
@@ -140,7 +140,9 @@ async def _live(
         on_down=lambda _: training.trainer_lost(),
         on_up=training.trainer_up,
     )
-    training.on_lost = supervisors[rank.name].lost_nowait
+    training.on_lost = lambda lost: supervisors[rank.name].lost_nowait(
+        TrainerLost(rank.name, str(lost))
+    )
     for one, client in zip(made, clients, strict=True):
         supervisors[client.name] = Supervisor(
             [one.server],

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from asyncrl.extensions.tinker.datums import array_of
 from asyncrl.extensions.tinker.ledger import Ledger, Model, Sampled
 from asyncrl.extensions.tinker.requests import UserError
 
@@ -162,7 +162,7 @@ def _versions(datum: Any, known: Mapping[str, IntT], index: int) -> IntT:
     """Return the version of each target token, NOT_SAMPLED for a prompt's, UNKNOWN
     without a record.
     """
-    num = len(array_of(datum.loss_fn_inputs["target_tokens"]))
+    num = len(_values(datum.loss_fn_inputs["target_tokens"]))
     parts = list[IntT]()
     for span in datum.loss_fn_input_spans:
         if span.HasField("prompt_tokens"):
@@ -183,13 +183,31 @@ def _versions(datum: Any, known: Mapping[str, IntT], index: int) -> IntT:
     return versions
 
 
+def _values(tensor: Any) -> npt.NDArray[Any]:
+    """Return the values of each row of a dense or sparse tensor. Raises UserError."""
+    dtype = "<i8" if tensor.dtype == pb.DTYPE_INT64 else "<f4"
+    is_sparse = tensor.HasField("sparse_csr")
+    try:
+        if not is_sparse:
+            values = np.frombuffer(tensor.dense, dtype)
+            num_rows = tensor.shape[0] if tensor.shape else len(values)
+            return values.reshape(num_rows, -1)
+        values = np.frombuffer(tensor.sparse_csr.values, dtype)
+        start_T = np.frombuffer(tensor.sparse_csr.crow_indices, "<i8")
+        is_used = [
+            (values[start:end] != 0).any() for start, end in pairwise(start_T.tolist())
+        ]
+        return np.array(is_used)[:, None]
+    except ValueError as error:
+        raise UserError(f"a tensor cannot be read: {error}") from None
+
+
 def _is_weighted(datum: Any, num: int) -> npt.NDArray[np.bool_]:
     inputs = datum.loss_fn_inputs
     name = "weights" if "weights" in inputs else "advantages"
     if name not in inputs:
         return np.ones(num, np.bool_)
-    weights = array_of(inputs[name])
-    return (weights != 0).reshape(num, -1).any(axis=1)
+    return (_values(inputs[name]) != 0).any(axis=1)
 
 
 def _check_record(

@@ -111,6 +111,9 @@ class TinkerTrainer:
     async def drop(self, adapter: str) -> None:
         await self._post("/drop", AdapterCall(adapter=adapter), TrainerState)
 
+    async def drop_gradient(self, adapter: str) -> None:
+        await self._post("/drop_gradient", AdapterCall(adapter=adapter), TrainerState)
+
     async def forward_backward(
         self, adapter: str, body: bytes, masked: Mapping[int, Sequence[int]] = {}
     ) -> bytes:
@@ -150,14 +153,6 @@ class TinkerTrainer:
         """
         call = FileCall(adapter=adapter, path=path)
         return await self._post("/export", call, ExportedAdapter)
-
-    async def health(self) -> TrainerState:
-        return await self._caller.get(
-            "/health", TrainerState, timeout_s=self._timeout_s
-        )
-
-    async def aclose(self) -> None:
-        await self._caller.aclose()
 
     async def _post(self, path: str, call: BaseModel, answer: type[Answer]) -> Answer:
         return await self._caller.post(path, call, answer, timeout_s=self._timeout_s)

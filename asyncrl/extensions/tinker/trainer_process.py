@@ -52,6 +52,7 @@ from asyncrl.extensions.tinker.datums import (
     read_request,
 )
 from asyncrl.extensions.tinker.losses import Config, Loss, LossTokens, loss_of
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
 from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.rank_process import make_staging
@@ -182,6 +183,10 @@ class TinkerRank:
         }
         return api.StepMetrics(metrics=metrics)
 
+    def drop_gradient(self, call: api.AdapterCall) -> api.TrainerState:
+        self._table.trained(call.adapter).drop_gradient()
+        return self.state()
+
     def save(self, call: api.FileCall) -> api.TrainerState:
         """Write a whole, durable safetensors file. Raises Refused."""
         unfinished = call.path.with_name(f".{call.path.name}.new")
@@ -304,9 +309,10 @@ class TinkerService:
         # torch's number of CPU threads belongs to the calling thread.
         self._rank = self._torch_thread.submit(TinkerRank, spec).result()
 
-    async def health(self) -> api.TrainerState:
+    async def health(self) -> TrainerHealth:
         # Not on the torch thread, which may compute for minutes.
-        return self._rank.state()
+        device = self._rank.state().device
+        return TrainerHealth(policy_version=0, device=device)
 
     async def forward_backward(self, content: bytes) -> bytes:
         head, _, body = content.partition(b"\n")
@@ -334,6 +340,7 @@ class Call(NamedTuple):
 CALLS = {
     "open": Call(api.OpenCall, TinkerRank.open),
     "drop": Call(api.AdapterCall, TinkerRank.drop),
+    "drop_gradient": Call(api.AdapterCall, TinkerRank.drop_gradient),
     "optim_step": Call(api.StepCall, TinkerRank.optim_step),
     "save": Call(api.FileCall, TinkerRank.save),
     "load": Call(api.FileCall, TinkerRank.load),

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from asyncrl.base.errors import TrainerError, TrainerLost
+from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.base.waits import Signal, clock, waiting
 from asyncrl.extensions.tinker.ledger import (
     Checkpoint,
@@ -120,7 +120,7 @@ class Training:
         """Newest inflight weights of each model."""
         self.on_inflight: Callable[[Checkpoint], Awaitable[None]] | None = None
         """Give newer inflight weights to engines that serve older ones."""
-        self.on_lost: Callable[[TrainerLost], None] = lambda _: None
+        self.on_lost: Callable[[CallLost], None] = lambda _: None
         """Report a broken call of the trainer."""
         self._ledger = ledger
         self._trainer = trainer
@@ -217,7 +217,7 @@ class Training:
         if run.is_open and self.trainer_is_up:
             try:
                 await self._trainer.drop(model_id)
-            except TrainerError:
+            except (CallLost, CallRefused):
                 pass  # it is gone with the trainer
         if run.row.state_file:
             (self._folder / run.row.state_file).unlink(missing_ok=True)
@@ -289,13 +289,15 @@ class Training:
                 return Result.error(str(error))
             except ValidationError as error:
                 return Result.error(f"the request cannot be read: {error}")
-            except TrainerLost as lost:
+            except CallLost as lost:
                 self.trainer_lost()
                 self.on_lost(lost)
                 with waiting("the trainer", on="supervisor"):
                     await self.changed.wait_for(lambda: self.trainer_is_up)
-            except TrainerError as error:
-                return Result.error(error.fault)
+            except CallRefused as error:
+                said = error.body
+                category = "user" if error.status < 500 else "server"
+                return Result.error(f"{said.error}. {said.rule}", category)
 
     async def _finish(self, run: Run, request: Request, result: Result) -> None:
         """Write the answer and the run's new state, all at once."""
@@ -329,7 +331,7 @@ class Training:
         file = f"{STATES}/{secrets.token_hex(8)}.safetensors"
         try:
             await self._trainer.save(run.row.id, self._folder / file, True)
-        except TrainerLost:
+        except CallLost:
             return  # the next one is due at once
         run.row = changed(run.row, kept_seq=request.seq, state_file=file)
         run.num_since_kept = run.bytes_since_kept = 0
@@ -340,12 +342,16 @@ class Training:
         if run.is_open or not row.next_seq:
             return
         await self._trainer.open(row.id, row.rank, row.seed, row.parts)
-        if row.state_file:
-            await self._trainer.load(row.id, self._folder / row.state_file, True)
-        run.failed = None
-        for request in await self._ledger.find(Request, model_id=row.id):
-            if row.kept_seq < request.seq < row.next_seq and request.answer is not None:
-                await self._repeat(run, request)
+        try:
+            if row.state_file:
+                await self._trainer.load(row.id, self._folder / row.state_file, True)
+            run.failed = None
+            for request in await self._ledger.find(Request, model_id=row.id):
+                if row.kept_seq < request.seq < row.next_seq and request.form:
+                    await self._repeat(run, request)
+        except CallRefused:
+            await self._trainer.drop(row.id)
+            raise
         run.is_open = True
 
     async def _repeat(self, run: Run, request: Request) -> None:
@@ -379,8 +385,8 @@ class Training:
             body = await self._trainer.forward_backward(
                 run.row.id, request.body, ages.masked
             )
-        except (UserError, TrainerError) as error:
-            if not asked.forward_only and not isinstance(error, TrainerLost):
+        except (UserError, CallRefused):
+            if not asked.forward_only:
                 run.failed = request.seq
             raise
         run.served += sum(
@@ -408,10 +414,10 @@ class Training:
             )
         try:
             metrics = await self._trainer.optim_step(run.row.id, _adam(request))
-        except TrainerLost:
+        except CallLost:
             run.ages = ages
             raise
-        except TrainerError:
+        except CallRefused:
             await self._trainer.drop_gradient(run.row.id)
             raise
         run.row = changed(run.row, version=run.row.version + 1)
