@@ -90,9 +90,9 @@ def test_sampled_rows_arrive_unchanged(
 def test_requests_arrive_unchanged_and_send_common_values_once() -> None:
     prompt, kinds = (5, 6), 3
     settings: list[dict[str, Any]] = [
-        {},
-        {"grammar": "root ::= x", "stop": ("END",), "temperature": 0.5},
-        {"logit_bias": {7: -1.5, 3: 2}, "thinking": ("", "</t>"), "top_logprobs": 2},
+        {"temperature": 0.5, "top_logprobs": 2},
+        {"grammar": "root ::= x", "stop": ("END",), "stop_ids": (7, 8)},
+        {"logit_bias": {7: -1.5, 3: 2}, "thinking": ("", "</t>"), "ignore_eos": True},
     ]
     asked = [
         codec.Asked(

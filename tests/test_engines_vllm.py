@@ -49,6 +49,26 @@ def check_gap(world: World, request: SamplingRequest, answer: SegmentPart) -> No
         )
 
 
+def test_answers_end_by_the_ids_of_their_request(world: World) -> None:
+    found = list[SegmentPart]()
+
+    async def sample(server: VllmServer) -> None:
+        ways: list[dict[str, Any]] = [{}]
+        if found:
+            ids = found[0].token_ids
+            ways += [{"ignore_eos": True}, {"stop_ids": (ids[4],)}]
+        requests = [world.request(**fields) for fields in ways]
+        found.extend(await asyncio.gather(*map(server.generate_segment, requests)))
+
+    world.run(sample)
+    ids = found[0].token_ids
+    world.run(sample, facts={"end_ids": (ids[9],)})
+    ends = [len(ids), ids.index(ids[9]) + 1, len(ids), ids.index(ids[4]) + 1]
+    assert [one.token_ids for one in found] == [ids[:end] for end in ends]
+    finishes = [one.finish_reason for one in found]
+    assert finishes == ["length", "stop", "length", "stop"]
+
+
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 def test_every_token_has_its_version_through_three_publishes(
     world: World, interrupt: Interrupt

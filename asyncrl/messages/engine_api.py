@@ -213,7 +213,7 @@ class ScoreRequest(Message):
     of the K ids in `targets` (-1: none), and `draws` ids that it draws with replacement.
 
     A draw depends only on (seed, place, number of the draw). The first draw is the token
-    that a SamplingRequest of this seed would sample there.
+    that a SamplingRequest of this seed and temperature samples there.
     """
 
     token_ids: list[int] = Field(min_length=1)
@@ -222,7 +222,7 @@ class ScoreRequest(Message):
     top_k: NonNegativeInt = 0
     targets: list[list[int]] | None = None
     """[len(token_ids) - start, K]"""
-    draws: NonNegativeInt = 0
+    draws: int = Field(default=0, ge=0, lt=2**16)
     seed: int = Field(default=0, ge=0, lt=2**64)
     adapter: str = ""
 

@@ -98,11 +98,11 @@ class SamplingRequest(SamplingParameters):
     strings count only after the thought that the answer begins with, between the marks
     `thinking`; the first mark is empty if the prompt opens the thought. A sampled token
     with one of `stop_ids` ends the answer, whose last token it is; with `ignore_eos` the
-    model's own end tokens do not. Only the pool
-    reads `route_key`, which keeps requests with a common prompt on one engine, and
-    `after`, the last span of the previous turn, whose engine has the conversation in
-    its cache. `adapter`: name of an open adapter; "" is the run's own, or the weights. `role`:
-    which of the run's own adapters, if it has several.
+    model's own end tokens do not. Only the pool reads `route_key`, which keeps requests
+    with a common prompt on one engine, and `after`, the last span of the previous turn,
+    whose engine has the conversation in its cache. `adapter`: name of an open adapter; ""
+    is the run's own, or the weights. `role`: which of the run's own adapters, if it has
+    several.
     """
 
     request_id: str

@@ -627,7 +627,7 @@ class Scheduler(RunQueue[Sequence]):
         token_ids = drawn.ids
         self.num_generated += len(token_ids)
         pairs = zip(token_ids.tolist(), rows.sequences, strict=True)
-        is_stop = np.array([token_id in one.end_ids for token_id, one in pairs])
+        is_stop = np.array([token_id in one.end_ids for token_id, one in pairs], bool)
         for row, sequence in enumerate(rows.sequences):
             if sequence.stop_watch is not None and sequence.stop_watch.is_complete(
                 int(token_ids[row])
