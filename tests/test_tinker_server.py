@@ -17,10 +17,17 @@ import pytest
 pytest.importorskip("tinker")
 
 import tinker
-from network_hosts import free_port  # type: ignore[attr-defined]
 from safetensors.torch import load_file
 from tinker import types
-from tinker_served import KEYS, MODEL, Served, datum, sampled_datum, served
+from tinker_served import (
+    KEYS,
+    MODEL,
+    Served,
+    datum,
+    free_port,
+    sampled_datum,
+    served,
+)
 
 pytestmark = [
     pytest.mark.slow,

@@ -187,7 +187,7 @@ KINDS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     st.lists(KINDS, min_size=1, max_size=14),
     st.randoms(use_true_random=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,13 @@ def served(run_dir: Path, *overrides: str, port: int = 0) -> Iterator[Served]:
             process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def free_port() -> int:
+    """Return a port for a server that is started twice."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
 
 
 def _url(process: subprocess.Popen[str]) -> str:

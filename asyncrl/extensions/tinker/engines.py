@@ -9,17 +9,17 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.kinds import Role, ServerOrder
 from asyncrl.extensions.tinker.tinker_config import ServedRun
 
-READ_SLOTS = 8
+SCORE_SLOTS = 8
 """Prompts that an engine scores at once."""
 
 
 def engine_role(config: RunConfig, role: Role) -> Role:
     if not isinstance(config, ServedRun):
         return role
-    plain = role.maker.spec
+    plain = role.maker
 
     def spec(order: ServerOrder) -> dict[str, Any]:
-        more = {"max_adapters": config.max_sampled, "score_slots": READ_SLOTS}
-        return {**plain(order), **more}
+        return {**plain.spec(order), "max_adapters": config.max_sampled}
 
-    return replace(role, maker=role.maker._replace(spec=spec), read_slots=READ_SLOTS)
+    maker = replace(plain, spec=spec)
+    return replace(role, maker=maker, score_slots=SCORE_SLOTS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.extensions.tinker.trainer_calls import Part
 
 T = TypeVar("T")
 FORMAT = "1"
@@ -51,7 +52,7 @@ class Model:
     owner: str
     rank: int
     seed: int
-    parts: list[str]
+    parts: list[Part]
     user_metadata: dict[str, Any] | None = None
     version: int = 0
     next_seq: int = 0
@@ -90,7 +91,7 @@ class Checkpoint:
     name: str
     owner: str
     rank: int
-    parts: list[str]
+    parts: list[Part]
     version: int
     file: str
     size_bytes: int = 0
@@ -222,10 +223,13 @@ class Ledger:
                     name: json.dumps(value) if name in JSON_COLUMNS else value
                     for name, value in asdict(row).items()
                 }
+                names = ", ".join(values)
                 marks = ", ".join("?" * len(values))
+                # Not INSERT OR REPLACE, which would change the order of the rows.
                 self._connection.execute(
-                    f"INSERT OR REPLACE INTO {type(row).__name__} VALUES ({marks})",
-                    [*values.values()],
+                    f"INSERT INTO {type(row).__name__} ({names}) VALUES ({marks}) "
+                    f"ON CONFLICT ({', '.join(KEYS[type(row)])}) DO UPDATE SET ({names}) = ({marks})",
+                    [*values.values()] * 2,
                 )
 
     async def find(self, kind: type[T], /, **known: Any) -> list[T]:

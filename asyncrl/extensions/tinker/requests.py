@@ -45,8 +45,8 @@ def read(form: type[Form], body: bytes) -> Form:
                 place = ".".join(map(str, problems[0]["loc"]))
                 text = f"{form.__name__}: {place}: {problems[0]['msg']}"
                 raise UserError(text, 422) from None
-            for place in extra:
-                _remove(values, place)
+            for unknown in extra:
+                _remove(values, unknown)
 
 
 def _remove(values: Any, place: tuple[int | str, ...]) -> None:

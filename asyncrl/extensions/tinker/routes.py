@@ -34,6 +34,7 @@ from asyncrl.extensions.tinker.requests import (
     read,
 )
 from asyncrl.extensions.tinker.sampling import Sampling, inflight_name
+from asyncrl.extensions.tinker.trainer_calls import Part
 from asyncrl.extensions.tinker.training import (
     HIDDEN,
     SAMPLER_WEIGHTS,
@@ -50,7 +51,11 @@ POLL_S = 20.0
 SESSION_S = 600.0
 """A session without a heartbeat ends after this time."""
 MAX_BODY_BYTES = 2**26
-PART_OF = {"train_attn": "attn", "train_mlp": "mlp", "train_unembed": "unembed"}
+PART_OF: Mapping[str, Part] = {
+    "train_attn": "attn",
+    "train_mlp": "mlp",
+    "train_unembed": "unembed",
+}
 KIND_OF = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
 NOT_SERVED = "this server has no {}; docs/tinker.md lists what it supports"
 
@@ -314,7 +319,7 @@ class Routes:
         body: bytes,
         rank: int,
         seed: int,
-        parts: list[str],
+        parts: list[Part],
     ) -> Any:
         await self._session(owner, asked.session_id)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"

@@ -23,6 +23,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import Checkpoint, Ledger, Sampled
 from asyncrl.extensions.tinker.requests import SCALE, UserError
+from asyncrl.extensions.tinker.trainer_calls import Part
 from asyncrl.messages.engine_api import (
     MAX_TOP_LOGPROBS,
     OpenAdapterRequest,
@@ -59,7 +60,7 @@ class EngineAdapters:
         self,
         servers: Sequence[EngineClient],
         folder: Path,
-        layers: Mapping[str, Sequence[str]],
+        layers: Mapping[Part, Sequence[str]],
         most: int,
     ) -> None:
         """`layers`: names by part. `most`: adapters of each engine."""
@@ -279,7 +280,8 @@ class Sampling:
             plan.add_scores(made, scores.result())
         if plan.is_first_only:
             made.prompt_logprobs = np.array([np.nan], "<f4").tobytes()
-        return made.SerializeToString()
+        content: bytes = made.SerializeToString()
+        return content
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         return await self._pool.ask("prompt logprobs", lambda one: one.score(request))
@@ -424,7 +426,7 @@ class SamplePlan:
         one.logprobs = sampled.behaviour_logprobs.astype("<f4").tobytes()
         k = self._asked.topk_sample_logprobs
         if k:
-            ids, logprobs = sampled.columns[TOP_IDS], sampled.columns[TOP_LOGPROBS]
+            ids, logprobs = sampled.column(TOP_IDS), sampled.column(TOP_LOGPROBS)
             _set_top(one.topk_sampled_logprobs, k, ids.values, logprobs.values)
 
     def add_scores(self, made: Any, scores: ScoreResponse) -> None:

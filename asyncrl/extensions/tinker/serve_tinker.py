@@ -23,7 +23,7 @@ from asyncrl.extensions.tinker.routes import Limits, Routes, Served
 from asyncrl.extensions.tinker.sampling import EngineAdapters, Sampling
 from asyncrl.extensions.tinker.staleness import AgeRule, Bound
 from asyncrl.extensions.tinker.tinker_config import TinkerConfig
-from asyncrl.extensions.tinker.trainer_calls import TinkerTrainer
+from asyncrl.extensions.tinker.trainer_calls import Part, TinkerTrainer
 from asyncrl.extensions.tinker.training import Training
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check.config_check import check_model, check_plan
@@ -42,7 +42,7 @@ LEDGER = "tinker.sqlite"
 MAX_CONNECTIONS = 4096
 IDLE_S = 75.0
 """An idle connection is closed after this time: the client's pool keeps them for 60 s."""
-PARTS = ("attn", "mlp", "unembed")
+PARTS: Sequence[Part] = ("attn", "mlp", "unembed")
 
 
 def check_tinker(config: TinkerConfig, nodes: Sequence[Node]) -> Iterator[str]:
@@ -102,7 +102,7 @@ async def _live(
     staging_dir = new_staging_dir()
     lifecycle.stack.callback(remove_staging_dir, staging_dir)
     await factory.hold(staging_dir)
-    # Called after a loss only, when the supervisors below are there.
+    supervisors = dict[str, Supervisor]()
     factory.on_lost = lambda lost: _lost(lost, supervisors)
     (rank,) = factory.trainers(staging_dir, "asyncrl.extensions.tinker.trainer_process")
     made = factory.engines()
@@ -132,7 +132,6 @@ async def _live(
     await routes.restore()
 
     supervision = lifecycle.supervision(lambda *_: None)
-    supervisors = dict[str, Supervisor]()
     supervisors[rank.name] = Supervisor(
         [rank],
         supervision,
@@ -181,7 +180,7 @@ def _listen(config: TinkerConfig) -> socket.socket:
         ) from error
 
 
-async def _layers(trainer: TinkerTrainer, part: str) -> Sequence[str]:
+async def _layers(trainer: TinkerTrainer, part: Part) -> Sequence[str]:
     """Return the names of a part's layers, as trainer and engines call them."""
     name = f"probe-{part}"
     opened_one = await trainer.open(name, 1, 0, [part])

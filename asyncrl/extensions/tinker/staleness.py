@@ -72,11 +72,15 @@ class Bound(NamedTuple):
                 most = given
             elif name == "on_overdue":
                 on_overdue = given
-        if most is not None and (isinstance(most, str) or not 0 <= most < 2**31):
+        if most is not None and not _is_bound(most):
             raise UserError(f"max_staleness={most!r} is not a number from 0")
         if on_overdue not in ("mask", "refuse"):
             raise UserError(f"on_overdue={on_overdue!r} is neither mask nor refuse")
         return cls(most, on_overdue)
+
+
+def _is_bound(given: Any) -> bool:
+    return not isinstance(given, str) and 0 <= given < 2**31
 
 
 class AgeRule:
@@ -207,7 +211,8 @@ def _is_weighted(datum: Any, num: int) -> npt.NDArray[np.bool_]:
     name = "weights" if "weights" in inputs else "advantages"
     if name not in inputs:
         return np.ones(num, np.bool_)
-    return (_values(inputs[name]) != 0).any(axis=1)
+    is_weighted: npt.NDArray[np.bool_] = (_values(inputs[name]) != 0).any(axis=1)
+    return is_weighted
 
 
 def _check_record(

@@ -284,7 +284,8 @@ class Training:
         while True:
             try:
                 await self._open(run)
-                return await KINDS[request.kind](self, run, request)
+                result: Result = await KINDS[request.kind](self, run, request)
+                return result
             except UserError as error:
                 return Result.error(str(error))
             except ValidationError as error:
@@ -346,7 +347,8 @@ class Training:
             if row.state_file:
                 await self._trainer.load(row.id, self._folder / row.state_file, True)
             run.failed = None
-            for request in await self._ledger.find(Request, model_id=row.id):
+            requests = await self._ledger.find(Request, model_id=row.id)
+            for request in sorted(requests, key=lambda one: one.seq):
                 if row.kept_seq < request.seq < row.next_seq and request.form:
                     await self._repeat(run, request)
         except CallRefused:
@@ -500,9 +502,9 @@ class Training:
         name = name or f"step-{row.version}"
         check_name(asked.path)
         check_ttl(asked.ttl_seconds)
-        if not overwrite and await self._ledger.first(
-            Checkpoint, model_id=row.id, kind=kind, name=name
-        ):
+        known = {"model_id": row.id, "kind": kind, "name": name}
+        found = None if overwrite else await self._ledger.first(Checkpoint, **known)
+        if found is not None:
             raise UserError(f"the checkpoint {kind}/{name} exists; set overwrite=True")
         folder = self._folder / kind / row.id.replace(":", "-")
         folder.mkdir(exist_ok=True)
