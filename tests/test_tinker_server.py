@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def trained(client: tinker.ServiceClient, **more: Any) -> tinker.TrainingClient:
-    return client.create_lora_training_client(MODEL, rank=8, seed=1, **more)
+    return client.create_lora_training_client(MODEL, rank=8, seed=1, **more).result()
 
 
 def step(training: tinker.TrainingClient, *data: types.Datum) -> float:
@@ -75,7 +75,7 @@ def test_loss_falls_and_sampler_and_trainer_agree(server: Served) -> None:
         training = trained(client)
         losses = [step(training) for _ in range(6)]
         assert losses[-1] < 0.5 * losses[0]
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         (answer,) = sample(sampler).sequences
         one = sampled_datum(PROMPT, answer.tokens, answer.logprobs, 1.0)
         scored = training.forward([one], "importance_sampling").result()
@@ -88,7 +88,7 @@ def test_loss_falls_and_sampler_and_trainer_agree(server: Served) -> None:
             answer.logprobs, abs=1e-4
         )
         # The base model has other logprobs, and a snapshot keeps its own.
-        base = client.create_sampling_client(base_model=MODEL)
+        base = client.create_sampling_client(base_model=MODEL).result()
         assert base.compute_logprobs(ids).result()[-1] != pytest.approx(
             found[-1], abs=1e-3
         )
@@ -101,10 +101,10 @@ def test_inflight_sampler_follows_the_weights(server: Served) -> None:
     with server.client() as client:
         training = trained(client)
         ids = types.ModelInput.from_ints(TEXT)
-        first = training.save_weights_and_get_sampling_client(kind="inflight")
+        first = training.save_weights_and_get_sampling_client(kind="inflight").result()
         before = first.compute_logprobs(ids).result()
         step(training)
-        second = training.save_weights_and_get_sampling_client(kind="inflight")
+        second = training.save_weights_and_get_sampling_client(kind="inflight").result()
         after = second.compute_logprobs(ids).result()
         assert after[1:] != pytest.approx(before[1:], abs=1e-4)
         assert first.compute_logprobs(ids).result()[1:] == after[1:]
@@ -113,7 +113,7 @@ def test_inflight_sampler_follows_the_weights(server: Served) -> None:
 def test_prompt_numbers_agree_with_each_other(server: Served) -> None:
     """Likeliest tokens, given targets and draws of one prompt."""
     with server.client() as client:
-        sampler = client.create_sampling_client(base_model=MODEL)
+        sampler = client.create_sampling_client(base_model=MODEL).result()
         num = len(TEXT) - 1
         targets = types.TensorData(
             data=[
@@ -155,7 +155,7 @@ def test_prompt_numbers_agree_with_each_other(server: Served) -> None:
 )
 def test_stops(server: Served, stop: list[int], ends: Callable[[Any], bool]) -> None:
     with server.client() as client:
-        sampler = client.create_sampling_client(base_model=MODEL)
+        sampler = client.create_sampling_client(base_model=MODEL).result()
         answers = [
             sample(sampler, max_tokens=40, seed=seed, stop=stop).sequences[0]
             for seed in range(6)
@@ -167,7 +167,7 @@ def test_stops(server: Served, stop: list[int], ends: Callable[[Any], bool]) -> 
 
 def test_equal_seeds_draw_equal_tokens(server: Served) -> None:
     with server.client() as client:
-        sampler = client.create_sampling_client(base_model=MODEL)
+        sampler = client.create_sampling_client(base_model=MODEL).result()
         first, second = (sample(sampler, seed=11).sequences[0] for _ in range(2))
         assert first.tokens == second.tokens
         assert sample(sampler, seed=12).sequences[0].tokens != first.tokens
@@ -177,10 +177,12 @@ def script(
     client: tinker.ServiceClient, seed: int, num_steps: int = 6
 ) -> dict[str, Any]:
     """Train and sample on policy; return everything that the client saw."""
-    training = client.create_lora_training_client(MODEL, rank=4 + 4 * seed, seed=seed)
+    training = client.create_lora_training_client(
+        MODEL, rank=4 + 4 * seed, seed=seed
+    ).result()
     seen: dict[str, Any] = {"answers": [], "losses": []}
     for number in range(num_steps):
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         answers = [
             sample(sampler, seed=10 * number + one).sequences[0] for one in range(3)
         ]
@@ -252,7 +254,6 @@ def test_kill_changes_nothing(server: Served, tmp_path: Path, victim: str) -> No
             with served(tmp_path / "run", port=port) as second:
                 thread.join(300)
                 assert second.process.poll() is None
-        client.close()
     assert not thread.is_alive()
     assert found["answers"] == expected["answers"]
     assert found["losses"] == expected["losses"]
@@ -353,9 +354,9 @@ def test_keys_reach_their_own_only(server: Served) -> None:
         training = trained(ann)
         path = training.save_state("mine").result().path
         with pytest.raises(tinker.APIStatusError):
-            bob.create_training_client_from_state(path)
+            bob.create_training_client_from_state(path).result()
         with pytest.raises(tinker.APIStatusError):
-            bob.create_sampling_client(model_path=path)
+            bob.create_sampling_client(model_path=path).result()
         assert (
             post(server, "get_info", {"model_id": training.model_id}, "bob")[0] == 404
         )
@@ -363,7 +364,7 @@ def test_keys_reach_their_own_only(server: Served) -> None:
         listed = rest.list_user_checkpoints().result().checkpoints
         assert path not in [one.tinker_path for one in listed]
         ann.create_rest_client().publish_checkpoint_from_tinker_path(path).result()
-        bob.create_sampling_client(model_path=path)
+        bob.create_sampling_client(model_path=path).result()
     with pytest.raises(tinker.AuthenticationError):
         tinker.ServiceClient(base_url=server.url, api_key="tml-wrong")
 
@@ -374,19 +375,19 @@ def test_state_goes_on_where_it_was_saved(server: Served) -> None:
         step(training)
         path = training.save_state("middle").result().path
         losses = [step(training) for _ in range(3)]
-        again = client.create_training_client_from_state_with_optimizer(path)
+        again = client.create_training_client_from_state_with_optimizer(path).result()
         assert [step(again) for _ in range(3)] == losses
-        fresh = client.create_training_client_from_state(path)
+        fresh = client.create_training_client_from_state(path).result()
         assert step(fresh) == losses[0]
         assert step(fresh) != losses[1]
-        sampler = client.create_sampling_client(model_path=path)
+        sampler = client.create_sampling_client(model_path=path).result()
         assert sample(sampler).sequences
 
 
 def test_old_tokens_are_masked_and_told(server: Served) -> None:
     with server.client() as client:
         training = trained(client)
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         (answer,) = sample(sampler).sequences
         one = sampled_datum(PROMPT, answer.tokens, answer.logprobs, 1.0)
         num = len(PROMPT) - 1
