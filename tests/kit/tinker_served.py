@@ -1,4 +1,4 @@
-"""A real `asyncrl serve tinker`, and clients of package tinker."""
+"""A real `asyncrl serve tinker`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import tinker
-from tinker import types
+from tinker_stories import KEYS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tinker.yaml"
-MODEL = "asyncrl/scratch"
-KEYS = {"ann": "tml-test-ann", "bob": "tml-test-bob"}
 START_S = 120.0
 
 
@@ -31,9 +27,6 @@ class Served:
     run_dir: Path
     process: subprocess.Popen[str]
     url: str
-
-    def client(self, owner: str = "ann") -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=KEYS[owner])
 
     def kill(self, name: str = "") -> None:
         """Kill the server, or one of its processes by a part of its command line."""
@@ -91,34 +84,3 @@ def _url(process: subprocess.Popen[str]) -> str:
         if time.monotonic() - began_s > START_S:
             break
     raise AssertionError("".join(lines))
-
-
-def datum(ids: list[int], weights: list[float], **more: Any) -> types.Datum:
-    """Return a datum of cross entropy, shifted as the client shifts."""
-    inputs = {
-        "target_tokens": types.TensorData(data=ids[1:], dtype="int64"),
-        "weights": types.TensorData(data=weights[1:], dtype="float32"),
-    }
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs, **more
-    )
-
-
-def sampled_datum(
-    prompt: list[int], tokens: list[int], logprobs: list[float], advantage: float
-) -> types.Datum:
-    """Return a datum of a policy loss for a sampled answer."""
-    ids = prompt + tokens
-    num_prompt = len(prompt) - 1
-    values = {
-        "logprobs": [0.0] * num_prompt + logprobs,
-        "advantages": [0.0] * num_prompt + [advantage] * len(tokens),
-    }
-    inputs = {
-        name: types.TensorData(data=data, dtype="float32")
-        for name, data in values.items()
-    }
-    inputs["target_tokens"] = types.TensorData(data=ids[1:], dtype="int64")
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs
-    )

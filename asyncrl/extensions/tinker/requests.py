@@ -29,12 +29,20 @@ class UserError(Exception):
         super().__init__(text)
 
 
+def read_object(body: bytes) -> dict[str, Any]:
+    """Read an object of JSON. Raises UserError."""
+    try:
+        values = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError("the body is not an object")
+    return values
+
+
 def read(form: type[Form], body: bytes) -> Form:
     """Read a request of JSON; unknown fields are ignored. Raises UserError."""
-    try:
-        values = json.loads(body)
-    except ValueError as error:
-        raise UserError(f"the body is not JSON: {error}") from None
+    values = read_object(body)
     while True:
         try:
             return form.model_validate(values)

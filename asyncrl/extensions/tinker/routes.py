@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import time
@@ -32,6 +31,7 @@ from asyncrl.extensions.tinker.requests import (
     check_ttl,
     checkpoint_of,
     read,
+    read_object,
 )
 from asyncrl.extensions.tinker.sampling import Sampling, inflight_name
 from asyncrl.extensions.tinker.trainer_calls import Part
@@ -240,8 +240,9 @@ class Routes:
             if error.status == 410:
                 return None  # the first reason counts
             raise
-        body = json.loads(await request.body() or b"{}")
-        reason = (body.get("reason") or {}).get("type", "success")
+        body = read_object(await request.body())
+        reason = body.get("reason")
+        reason = reason.get("type") if isinstance(reason, dict) else "success"
         await self._end(session, f"the client ended it: {reason}")
         return None
 
@@ -375,7 +376,7 @@ class Routes:
         self, kind: str, form: type[BaseModel] | None, owner: str, request: Request
     ) -> Any:
         body = await request.body()
-        values: Any = json.loads(body) if form is None else read(form, body)
+        values: Any = read_object(body) if form is None else read(form, body)
         get = values.get if form is None else partial(getattr, values)
         return await self._accept(owner, get("model_id"), get("seq_id"), kind, body)
 
@@ -386,8 +387,8 @@ class Routes:
         told by its future: the client never sends a refused number again.
         """
         model = await self._model(owner, model_id)
-        if seq is None or seq < 1:
-            raise UserError(f"seq_id={seq}: numbers of requests begin at 1", 422)
+        if not isinstance(seq, int) or not 0 < seq < 2**31:
+            raise UserError(f"seq_id={seq!r} is not a number from 1 to 2**31", 422)
         run = self._training.runs[model.id]
         if len(run.waiting) >= self._limits.max_futures and seq not in run.waiting:
             raise UserError(f"{len(run.waiting)} requests of this model wait", 429)
@@ -431,7 +432,7 @@ class Routes:
         return _answer(future.form, future.answer)
 
     async def _cancel_future(self, owner: str, request: Request) -> None:
-        asked = json.loads(await request.body())
+        asked = read_object(await request.body())
         name = str(asked.get("request_id"))
         future = self._sampling.futures.get(name)
         if future is not None and future.owner == owner:
@@ -607,13 +608,13 @@ class Routes:
 
     async def _set_ttl(self, owner: str, request: Request) -> None:
         found = await self._own_checkpoint(owner, request)
-        ttl_s = json.loads(await request.body()).get("ttl_seconds")
+        ttl_s = read_object(await request.body()).get("ttl_seconds")
         check_ttl(ttl_s)
         expires_s = None if ttl_s is None else time.time() + ttl_s
         await self._ledger.put(changed(found, expires_s=expires_s))
 
     async def _weights_info(self, owner: str, request: Request) -> Any:
-        path = json.loads(await request.body()).get("tinker_path", "")
+        path = read_object(await request.body()).get("tinker_path", "")
         found = await checkpoint_of(self._ledger, str(path), owner)
         return {
             "base_model": self._served.names[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from asyncrl.base.errors import AdapterMissing, EngineError, EngineLost, RequestRefused
+from asyncrl.base.errors import AdapterMissing, EngineLost, RequestRefused
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
@@ -34,6 +35,9 @@ from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS
 from asyncrl.messages.trainer_api import ExportResponse
+
+
+log = logging.getLogger("asyncrl.tinker")
 
 
 def inflight_name(model_id: str) -> str:
@@ -228,7 +232,9 @@ class Sampling:
         except (RequestRefused, UserError) as error:
             text = error.why if isinstance(error, RequestRefused) else str(error)
             future.form, future.answer = "error", _error(text, "user")
-        except EngineError as error:
+        # Of any kind: one user's request must not end the server for the others.
+        except Exception as error:
+            log.exception("a sampling request failed")
             future.form, future.answer = "error", _error(str(error), "server")
         finally:
             future.done.notify()
@@ -305,6 +311,8 @@ class SamplePlan:
                     f"a prompt with a chunk {chunk.type!r}: only text is supported"
                 )
         self._ids: list[int] = [int(one) for one in asked.prompt.to_ints()]
+        if any(not 0 <= one < 2**31 for one in self._ids):
+            raise UserError("the prompt has a number that is no token id")
         params = asked.sampling_params
         num_prompt = len(self._ids)
         if not 1 <= num_prompt < max_length:
@@ -336,7 +344,8 @@ class SamplePlan:
                 f"prompt_logprobs_last_n={last} is outside of 1 to {num_prompt - 1}"
             )
         self._stop = self._stops()
-        self._seed = secrets.randbits(62) if params.seed is None else params.seed
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        self._seed = seed % 2**62
         self._targets = self._target_rows()
 
     def _stops(self) -> dict[str, Any]:

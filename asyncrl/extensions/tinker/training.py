@@ -7,7 +7,9 @@ lost trainer, or a lost server, repeats what the ledger says and nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,6 +41,7 @@ from asyncrl.extensions.tinker.requests import (
 from asyncrl.extensions.tinker.staleness import Ages, AgeRule
 from asyncrl.extensions.tinker.trainer_calls import AdamParams, TinkerTrainer
 
+log = logging.getLogger("asyncrl.tinker")
 HOLE_S = 300.0
 """A number that is missing so long after a newer one never comes: the client retries for
 five minutes.
@@ -214,13 +217,16 @@ class Training:
         """Drop a model from the trainer. Its checkpoints stay."""
         run = self.runs.pop(model_id)
         self.changed.notify()
-        if run.is_open and self.trainer_is_up:
-            try:
-                await self._trainer.drop(model_id)
-            except (CallLost, CallRefused):
-                pass  # it is gone with the trainer
+        await self._close(run)
         if run.row.state_file:
             (self._folder / run.row.state_file).unlink(missing_ok=True)
+
+    async def _close(self, run: Run) -> None:
+        """Drop the trainer's state of a run, which the ledger can make again."""
+        if run.is_open and self.trainer_is_up:
+            run.is_open = False
+            with contextlib.suppress(CallLost, CallRefused):
+                await self._trainer.drop(run.row.id)
 
     def trainer_lost(self) -> None:
         self.trainer_is_up = False
@@ -299,6 +305,11 @@ class Training:
                 said = error.body
                 category = "user" if error.status < 500 else "server"
                 return Result.error(f"{said.error}. {said.rule}", category)
+            # The ledger has the request: without an answer it would fail each start.
+            except Exception as error:
+                log.exception("%s of %s failed", request.kind, run.row.id)
+                await self._close(run)
+                return Result.error(f"{type(error).__name__}: {error}", "server")
 
     async def _finish(self, run: Run, request: Request, result: Result) -> None:
         """Write the answer and the run's new state, all at once."""
@@ -343,6 +354,7 @@ class Training:
         if run.is_open or not row.next_seq:
             return
         await self._trainer.open(row.id, row.rank, row.seed, row.parts)
+        run.is_open = True
         try:
             if row.state_file:
                 await self._trainer.load(row.id, self._folder / row.state_file, True)
@@ -352,9 +364,8 @@ class Training:
                 if row.kept_seq < request.seq < row.next_seq and request.form:
                     await self._repeat(run, request)
         except CallRefused:
-            await self._trainer.drop(row.id)
+            await self._close(run)
             raise
-        run.is_open = True
 
     async def _repeat(self, run: Run, request: Request) -> None:
         name, is_error = run.row.id, request.form == "error"
