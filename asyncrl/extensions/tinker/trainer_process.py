@@ -6,43 +6,27 @@ One thread owns torch and executes calls one after the other.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from aiohttp import web
-from pydantic import BaseModel
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import sync
-from asyncrl.base.host import LOG_FORMAT
-from asyncrl.base.http import (
-    SECRET_ENV,
-    Refused,
-    add_route,
-    child_arguments,
-    die_with_parent,
-    fail,
-    json_answer,
-    make_app,
-    read_message,
-    secret_of,
-    serve,
-)
+from asyncrl.base.http import Refused, add_route, make_app, read_message
 from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.extensions.tinker import trainer_calls as api
 from asyncrl.extensions.tinker.datums import (
-    Datum,
+    Datums,
     Limits,
     PackedDatums,
     answer_of,
@@ -54,14 +38,13 @@ from asyncrl.extensions.tinker.datums import (
 from asyncrl.extensions.tinker.losses import Config, Loss, LossTokens, loss_of
 from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
 from asyncrl.trainer.ranks.optimizer import Trained
-from asyncrl.trainer.ranks.rank_process import make_staging
+from asyncrl.trainer.ranks.rank_process import serve_trainer
 from asyncrl.trainer.ranks.ranks import ONE_RANK
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
 from asyncrl.weights.tensor_files import rename_adapters, stored_names, stored_pieces
 
 T = TypeVar("T")
-log = logging.getLogger("asyncrl.trainer")
 ATTENTION_PARTS = ("attn", "attention", "mixer")
 """Words in the names of attention layers and recurrences, e.g. linear_attn."""
 
@@ -86,9 +69,8 @@ class TinkerRank:
         assert self._model.adapters is not None
         self._table = self._model.adapters
         model = self._model.policy.model
-        context = getattr(
-            model.config.get_text_config(), "max_position_embeddings", None
-        )
+        config = model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", math.inf)
         self._limits = Limits(self._model.vocab_size, context)
         weights, _ = self._table.merging(named_weights(model))
         self._stored = stored_names(stored_pieces(model, weights))
@@ -143,7 +125,7 @@ class TinkerRank:
                     rule="loss, logprobs and gradient are finite numbers",
                     way_out="send smaller advantages or weights, or load an earlier checkpoint.",
                 )
-        return answer_of(datums, sums.logprobs, sums.metrics())
+        return answer_of(datums.targets, sums.logprobs, sums.metrics())
 
     def optim_step(self, call: api.StepCall) -> api.StepMetrics:
         """Take a step of AdamW. Raises Refused."""
@@ -245,18 +227,16 @@ def own_gradient(trained: Trained) -> Iterator[Sequence[Tensor]]:
 
 
 class LossSums:
-    """Sums over the micro-batches of a request. `logprobs`: of all target tokens."""
+    """Sums over the micro-batches of a request. `logprobs`: float32 of all target tokens."""
 
-    def __init__(self, loss: Loss, config: Config, datums: Sequence[Datum]) -> None:
-        self._loss = loss
+    def __init__(self, loss: Loss, config: Config, datums: Datums) -> None:
+        self._loss_of = loss.function
         self._config = config
         self._inputs = {
-            name: np.concatenate([one.inputs[name].reshape(-1) for one in datums])
-            for name in loss.inputs
+            name: np.concatenate(parts) for name, parts in datums.inputs.items()
         }
-        weight, *_ = self._inputs.values()
-        self._is_weighted = weight != 0
-        self.logprobs = np.empty(len(weight), np.float32)
+        self._is_used = self._inputs[loss.inputs[0]] != 0
+        self.logprobs = np.zeros(len(self._is_used), np.float32)
         self.loss = 0.0
 
     def add(self, one: PackedDatums, logprob_M: Tensor) -> Tensor:
@@ -267,19 +247,17 @@ class LossSums:
             for name, values in self._inputs.items()
         }
         tokens = LossTokens(logprob_M.double(), inputs, one.datum_M)
-        value = self._loss.function(tokens, self._config).sum()
+        value = self._loss_of(tokens, self._config).sum()
         self.loss += float(value.detach())
         return value
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics, whose names end in how clients join those of parts."""
-        used = self._is_weighted
+        used = self._is_used
         metrics = {"loss:sum": self.loss, "tokens:sum": float(used.sum())}
         if "logprobs" in self._inputs and used.any():
             changes = self.logprobs[used] - self._inputs["logprobs"][used]
-            ratios = np.exp(changes.astype(np.float64))
-            metrics["ratio:mean"] = float(ratios.mean())
-            metrics["ratio:max"] = float(ratios.max())
+            metrics["ratio:mean"] = float(np.exp(changes, dtype=np.float64).mean())
         return metrics
 
 
@@ -296,90 +274,38 @@ def _files(path: Path) -> Iterator[None]:
         ) from error
 
 
-class TinkerService:
-    """A TinkerRank on its own thread."""
-
-    def __init__(self, spec: TrainerSpec) -> None:
-        self._torch_thread = ThreadPoolExecutor(1, "torch")
-        # torch's number of CPU threads belongs to the calling thread.
-        self._rank = self._torch_thread.submit(TinkerRank, spec).result()
-
-    async def health(self) -> api.TrainerState:
-        # Not on the torch thread, which may compute for minutes.
-        return self._rank.state()
-
-    async def forward_backward(self, content: bytes) -> bytes:
-        head, _, body = content.partition(b"\n")
-        call = read_message(api.GradientCall, head)
-        return await self._on_torch_thread(
-            lambda: self._rank.forward_backward(call, body)
-        )
-
-    async def call(self, name: str, content: bytes) -> BaseModel:
-        """Make the call of this name in CALLS. Raises Refused."""
-        kind, function = CALLS[name]
-        call = read_message(kind, content)
-        return await self._on_torch_thread(lambda: function(self._rank, call))
-
-    def _on_torch_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._torch_thread, work)
-
-
-class Call(NamedTuple):
-    kind: type[BaseModel]
-    function: Callable[..., BaseModel]
-
-
-CALLS = {
-    "open": Call(api.OpenCall, TinkerRank.open),
-    "drop": Call(api.AdapterCall, TinkerRank.drop),
-    "optim_step": Call(api.StepCall, TinkerRank.optim_step),
-    "save": Call(api.FileCall, TinkerRank.save),
-    "load": Call(api.FileCall, TinkerRank.load),
-    "export": Call(api.FileCall, TinkerRank.export),
-}
-"""Each call by its path."""
-
-
-def make_service(service: TinkerService, secret: str) -> web.Application:
+def make_service(spec: TrainerSpec, secret: str) -> web.Application:
+    """Return the app of a TinkerRank on its own thread. Raises like TinkerRank."""
+    torch_thread = ThreadPoolExecutor(1, "torch")
+    # torch's number of CPU threads belongs to the calling thread.
+    rank = torch_thread.submit(TinkerRank, spec).result()
     app = make_app(secret)
 
-    async def call(request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in CALLS:
-            raise web.HTTPNotFound
-        return json_answer(await service.call(name, await request.read()))
+    def on_torch_thread(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+        @wraps(function)
+        async def act(*arguments: object) -> T:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(torch_thread, function, *arguments)
+
+        return act
 
     async def forward_backward(request: web.Request) -> web.Response:
-        answer = await service.forward_backward(await request.read())
+        head, _, body = (await request.read()).partition(b"\n")
+        call = read_message(api.GradientCall, head)
+        answer = await on_torch_thread(rank.forward_backward)(call, body)
         return web.Response(body=answer)
 
-    add_route(app, "GET", "/health", service.health)
+    async def health() -> api.TrainerState:
+        # Not on the torch thread, which may compute for minutes.
+        return rank.state()
+
+    add_route(app, "GET", "/health", health)
     app.router.add_post("/forward_backward", forward_backward)
-    app.router.add_post("/{name}", call)
+    calls = (rank.open, rank.drop, rank.optim_step, rank.save, rank.load, rank.export)
+    for function in calls:
+        add_route(app, "POST", f"/{function.__name__}", on_torch_thread(function))
     return app
 
 
-def main() -> None:
-    text, fd = child_arguments()
-    spec = TrainerSpec.model_validate_json(text)
-    # First: if the server dies during the start, nobody else ends this process.
-    die_with_parent(lambda: shutil.rmtree(spec.staging_dir, ignore_errors=True))
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    disable_progress_bar()
-    try:
-        make_staging(spec.staging_dir)
-        service = TinkerService(spec)
-    except ConfigError as error:
-        log.exception("cannot start")
-        fail(error.what, rule=error.rule, way_out=error.way_out)
-    except (MemoryError, RuntimeError, OSError) as error:
-        log.exception("cannot start")
-        fail(f"{type(error).__name__}: {error}", way_out="read the trainer's log.")
-    log.info("serving %s to Tinker clients", spec.model_path)
-    serve(make_service(service, secret_of(SECRET_ENV)), fd, ends_at_once=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve_trainer(make_service)
