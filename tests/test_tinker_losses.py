@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engine_cases import iterate_until, segments_of
+from engine_in_process import make_request
+from engine_in_process import make_spec as engine_spec
 from forked_processes import popen
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -32,7 +35,13 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from asyncrl.extensions.tinker import trainer_calls as api
 from asyncrl.extensions.tinker.trainer_process import TinkerRank
+from asyncrl.messages.engine_api import (
+    CommitRequest,
+    OpenAdapterRequest,
+    PrepareRequest,
+)
 from asyncrl.weights.tensor_files import digest_tensors
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
 pytestmark = [pytest.mark.extras, pytest.mark.extension("tinker")]
 
@@ -474,6 +483,39 @@ def test_export_is_what_engines_read(rank: TinkerRank, tmp_path: Path) -> None:
     assert made.digest == digest_tensors(tensors)
     assert made.num_tensors == len(tensors)
     assert made.num_bytes == sum(one.nbytes for one in tensors.values())
+
+
+def test_engine_samples_as_the_trainer_scores(
+    rank: TinkerRank, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    open_random(rank, tmp_path)
+    made = rank.export(api.FileCall(adapter="a", path=tmp_path / "export"))
+    opened = rank.open(api.OpenCall(adapter="b", rank=4, seed=0, parts=ALL))
+    engine = build_engine(
+        engine_spec(
+            tiny_model_dir,
+            adapters={"rank": 1, "scale": 32.0, "targets": "all"},
+            max_adapters=2,
+            dtype="float32",
+        )
+    )
+    request = OpenAdapterRequest(adapter="a", rank=4, **opened.model_dump())
+    iterate_until(engine, engine.open_adapter(request))
+    loaded = engine.weights_of("a").prepare(
+        PrepareRequest(
+            adapter="a", version=1, path=str(tmp_path / "export"), **made.model_dump()
+        )
+    )
+    assert loaded.digest == made.digest
+    commit = CommitRequest(adapter="a", version=1, digest=made.digest)
+    iterate_until(engine, engine.commit(commit))
+    (part,) = segments_of(engine, make_request(adapter="a", max_tokens=30))
+    ids = [1, 2, 3, *part.token_ids]
+    target = np.array(ids[1:])
+    weights = np.zeros(len(target), np.float32)
+    sent = datum(ids[:-1], target_tokens=target, weights=weights)
+    answer = train(rank, body_of([sent], "cross_entropy"))
+    np.testing.assert_allclose(answer.logprobs[0][2:], part.logprobs, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
