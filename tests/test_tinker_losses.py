@@ -579,7 +579,7 @@ REFUSED: list[tuple[str, str, dict[str, float | str], types.Datum]] = [
     ("datum 1: model_input has 0 tokens", "ppo", {}, changed(ids=())),
     ("datum 1: model_input has 513 tokens", "ppo", {}, changed(ids=[1] * 513)),
     ("datum 1: model_input has images", "ppo", {}, image()),
-    ("loss:sum of", "importance_sampling", {}, changed(logprobs=np.full(3, -1e30, "f"))),
+    ("loss:sum is", "importance_sampling", {}, changed(logprobs=np.full(3, -1e30, "f"))),
     ("gradient is not finite", "cross_entropy", {}, HUGE),
 ]  # fmt: skip
 

@@ -38,23 +38,24 @@ class Limits(NamedTuple):
 
 class Datums(NamedTuple):
     """`texts`: int32 [T] of each datum. `targets`: int64 [T] or [T, K] of each. `inputs`:
-    float32 [T] or [T * K] of each, by name.
+    float32 of all target tokens.
     """
 
     texts: list[Array]
     targets: list[IntN]
-    inputs: dict[str, list[Array]]
+    inputs: dict[str, Array]
 
 
 class PackedDatums(NamedTuple):
     """A micro-batch and its target tokens: token m has entry `entry_M` of Scores.entry_E,
-    and `place_M` among all target tokens of the request. `datum_M`: the number of its
-    datum in the micro-batch.
+    and `place_M` among all target tokens of the request. `inputs`: float64. `datum_M`: the
+    number of its datum in the micro-batch.
     """
 
     micro: packing.MicroBatch
     entry_M: torch.Tensor
     place_M: IntN
+    inputs: dict[str, torch.Tensor]
     datum_M: torch.Tensor
 
 
@@ -97,7 +98,9 @@ def read_datums(
     """Return a request's datums, without the loss of `masked` positions. Raises
     Refused.
     """
-    datums = Datums([], [], {name: [] for name in loss.inputs})
+    texts = list[Array]()
+    targets = list[IntN]()
+    parts: dict[str, list[Array]] = {name: [] for name in loss.inputs}
     for index, sent in enumerate(request.data):
         where = f"datum {index}"
         with _naming(f"{where}: model_input"):
@@ -110,11 +113,12 @@ def read_datums(
         with _naming(f"{where}: masked positions"):
             for name in loss.masked:
                 arrays[name][[*masked.get(index, ())]] = 0
-        datums.texts.append(text)
-        datums.targets.append(target)
+        texts.append(text)
+        targets.append(target)
         for name, array in arrays.items():
-            datums.inputs[name].append(array.reshape(-1))
-    return datums
+            parts[name].append(array.reshape(-1))
+    inputs = {name: np.concatenate(some) for name, some in parts.items()}
+    return Datums(texts, targets, inputs)
 
 
 def _read_text(chunks: Sequence[Any], limits: Limits) -> Array:
@@ -198,22 +202,22 @@ def pack(
     for side, most in policy.plan.rules(max_tokens).sides(sequences):
         most = min(most, packing.MOST_TOKENS.get(device.type, most))
         for (share,) in packing.assign(side, readings, policy.costs, most, 1):
-            yield _assemble(share, datums.targets, readings, most, device)
+            yield _assemble(share, datums, readings, most, device)
 
 
 def _assemble(
     share: Sequence[TokenRange],
-    targets: Sequence[IntN],
+    datums: Datums,
     readings: Array,
     max_tokens: int,
     device: torch.device,
 ) -> PackedDatums:
     layout, source_N, position_N = lay_out(share, readings, max_tokens)
-    first_D = np.cumsum([0, *(target.size for target in targets)])
+    first_D = np.cumsum([0, *(target.size for target in datums.targets)])
     keys = list[IntN]()
     places = list[IntN]()
     for one, runs in zip(share, layout.rows, strict=True):
-        target = targets[one.trajectory].reshape(one.length, -1)
+        target = datums.targets[one.trajectory].reshape(one.length, -1)
         # The target above its packed place, so that entries are sorted by their ids.
         # Equal targets of a place share an entry.
         keys.append((target << 32 | places_of(runs)[:, None]).reshape(-1))
@@ -244,7 +248,12 @@ def _assemble(
         ),
     )
     datum_M = np.repeat(np.arange(len(share)), [len(own) for own in places])
-    return PackedDatums(micro, tensor(entry_M), np.concatenate(places), tensor(datum_M))
+    place_M = np.concatenate(places)
+    inputs = {
+        name: to_device(array[place_M].astype(np.float64), device)
+        for name, array in datums.inputs.items()
+    }
+    return PackedDatums(micro, tensor(entry_M), place_M, inputs, tensor(datum_M))
 
 
 def answer_of(

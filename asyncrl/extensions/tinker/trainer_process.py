@@ -26,16 +26,16 @@ from asyncrl.base.http import Refused, add_route, make_app, read_message
 from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.extensions.tinker import trainer_calls as api
 from asyncrl.extensions.tinker.datums import (
+    Array,
     Datums,
     Limits,
-    PackedDatums,
     answer_of,
     config_of,
     pack,
     read_datums,
     read_request,
 )
-from asyncrl.extensions.tinker.losses import Config, Loss, LossTokens, loss_of
+from asyncrl.extensions.tinker.losses import Loss, LossTokens, loss_of
 from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
 from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.rank_process import serve_trainer
@@ -104,28 +104,23 @@ class TinkerRank:
         request = read_request(body)
         loss, config = loss_of(request.loss_fn, config_of(request))
         datums = read_datums(request, loss, call.masked, self._limits)
-        sums = LossSums(loss, config, datums)
-        packed = pack(datums, call.adapter, self._model.policy, self._max_tokens)
-        with own_gradient(trained) as gradients:
+        logprobs = np.zeros(sum(one.size for one in datums.targets), np.float32)
+        total = 0.0
+        with own_gradient(trained) as weights:
+            packed = pack(datums, call.adapter, self._model.policy, self._max_tokens)
             for one in packed:
                 with torch.set_grad_enabled(not request.forward_only):
                     entry_E = self._model.policy(one.micro).entry_E
-                    value = sums.add(one, entry_E[one.entry_M])
+                    lp_M = entry_E[one.entry_M].double()
+                    tokens = LossTokens(lp_M, one.inputs, one.datum_M)
+                    value = loss.function(tokens, config).sum()
                 if not request.forward_only:
                     value.backward()  # type: ignore[no-untyped-call]
-            numbers = [one.grad for one in gradients if one.grad is not None]
-            if not (
-                math.isfinite(sums.loss)
-                and np.isfinite(sums.logprobs).all()
-                and all(bool(one.isfinite().all()) for one in numbers)
-            ):
-                raise Refused(
-                    400,
-                    f"loss:sum of {request.loss_fn} is {sums.loss}, or its gradient is not finite",
-                    rule="loss, logprobs and gradient are finite numbers",
-                    way_out="send smaller advantages or weights, or load an earlier checkpoint.",
-                )
-        return answer_of(datums.targets, sums.logprobs, sums.metrics())
+                logprobs[one.place_M] = lp_M.detach().cpu().numpy()
+                total += float(value.detach())
+            _refuse_infinite(total, logprobs, weights)
+        metrics = {"loss:sum": total, **metrics_of(datums, logprobs, loss)}
+        return answer_of(datums.targets, logprobs, metrics)
 
     def optim_step(self, call: api.StepCall) -> api.StepMetrics:
         """Take a step of AdamW. Raises Refused."""
@@ -215,50 +210,37 @@ def own_gradient(trained: Trained) -> Iterator[Sequence[Tensor]]:
     trained.drop_gradient()
     try:
         yield weights
-        added = [weight.grad for weight in weights]
     except BaseException:
-        added = [None] * len(weights)
+        for weight, old in zip(weights, kept, strict=True):
+            weight.grad = old
         raise
-    finally:
-        for weight, old, new in zip(weights, kept, added, strict=True):
-            if old is not None and new is not None:
-                old += new
-            weight.grad = new if old is None else old
+    for weight, old in zip(weights, kept, strict=True):
+        if old is not None:
+            weight.grad = old if weight.grad is None else old.add_(weight.grad)
 
 
-class LossSums:
-    """Sums over the micro-batches of a request. `logprobs`: float32 of all target tokens."""
+def _refuse_infinite(total: float, logprobs: Array, weights: Sequence[Tensor]) -> None:
+    """Raise Refused unless loss, logprobs and gradient are finite."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    are_finite = [bool(one.isfinite().all()) for one in gradients]
+    if math.isfinite(total) and np.isfinite(logprobs).all() and all(are_finite):
+        return
+    raise Refused(
+        400,
+        f"loss:sum is {total}, or the gradient is not finite",
+        rule="loss, logprobs and gradient are finite numbers",
+        way_out="send smaller advantages or weights, or load an earlier checkpoint.",
+    )
 
-    def __init__(self, loss: Loss, config: Config, datums: Datums) -> None:
-        self._loss_of = loss.function
-        self._config = config
-        self._inputs = {
-            name: np.concatenate(parts) for name, parts in datums.inputs.items()
-        }
-        self._is_used = self._inputs[loss.inputs[0]] != 0
-        self.logprobs = np.zeros(len(self._is_used), np.float32)
-        self.loss = 0.0
 
-    def add(self, one: PackedDatums, logprob_M: Tensor) -> Tensor:
-        """Add a micro-batch and return its loss, float64."""
-        self.logprobs[one.place_M] = logprob_M.detach().float().cpu().numpy()
-        inputs = {
-            name: torch.from_numpy(values[one.place_M]).to(logprob_M.device).double()
-            for name, values in self._inputs.items()
-        }
-        tokens = LossTokens(logprob_M.double(), inputs, one.datum_M)
-        value = self._loss_of(tokens, self._config).sum()
-        self.loss += float(value.detach())
-        return value
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics, whose names end in how clients join those of parts."""
-        used = self._is_used
-        metrics = {"loss:sum": self.loss, "tokens:sum": float(used.sum())}
-        if "logprobs" in self._inputs and used.any():
-            changes = self.logprobs[used] - self._inputs["logprobs"][used]
-            metrics["ratio:mean"] = float(np.exp(changes, dtype=np.float64).mean())
-        return metrics
+def metrics_of(datums: Datums, logprobs: Array, loss: Loss) -> dict[str, float]:
+    """Return metrics, whose names end in how clients join those of parts."""
+    used = datums.inputs[loss.inputs[0]] != 0
+    metrics = {"tokens:sum": float(used.sum())}
+    if "logprobs" in datums.inputs and used.any():
+        changes = logprobs[used] - datums.inputs["logprobs"][used]
+        metrics["ratio:mean"] = float(np.exp(changes, dtype=np.float64).mean())
+    return metrics
 
 
 @contextmanager
