@@ -145,7 +145,7 @@ def arrays_of(one: types.Datum) -> dict[str, Tensor]:
 
 
 class Oracle:
-    """A plain model in float64, with A and B as matrices of their own."""
+    """A plain model in float64, with explicit A and B."""
 
     def __init__(self, folder: Path, saved: Mapping[str, Tensor], scale: float) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 
 class Limits(NamedTuple):
-    """Of the model. `context`: most tokens of a text."""
+    """Limits of a model. `context`: most tokens of a text."""
 
     vocab_size: int
     context: float
@@ -83,7 +83,7 @@ def read_request(body: bytes) -> Any:
 
 
 def config_of(request: Any) -> dict[str, float | str]:
-    """Return loss_fn_config, of the newer form if the request has it."""
+    """Return loss_fn_config. Newer clients send loss_fn_config_v2, which goes first."""
     if not request.loss_fn_config_v2:
         return dict(request.loss_fn_config)
     return {

@@ -202,8 +202,8 @@ def part_of(name: str, *, is_head: bool) -> api.Part:
 
 @contextmanager
 def own_gradient(trained: Trained) -> Iterator[Sequence[Tensor]]:
-    """Yield weights without a gradient. What they get is added to the gradient that they
-    had; after an error they have that one.
+    """Yield weights without a gradient. Their new gradient is added to the old one at the
+    end; after an error only the old one is left.
     """
     weights = [*trained.masters.named.values()]
     kept = [weight.grad for weight in weights]
@@ -234,7 +234,7 @@ def _refuse_infinite(total: float, logprobs: Array, weights: Sequence[Tensor]) -
 
 
 def metrics_of(datums: Datums, logprobs: Array, loss: Loss) -> dict[str, float]:
-    """Return metrics, whose names end in how clients join those of parts."""
+    """Return metrics. A name ends in how clients join the metrics of several requests."""
     used = datums.inputs[loss.inputs[0]] != 0
     metrics = {"tokens:sum": float(used.sum())}
     if "logprobs" in datums.inputs and used.any():
