@@ -19,6 +19,7 @@ from engine_cases import iterate_until, segments_of
 from engine_in_process import make_request
 from engine_in_process import make_spec as engine_spec
 from forked_processes import popen
+from model_zoo import make_config, random_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trainer_cases import make_spec
@@ -148,7 +149,10 @@ class Oracle:
     """A plain model in float64, with explicit A and B."""
 
     def __init__(self, folder: Path, saved: Mapping[str, Tensor], scale: float) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        # The grouped products of experts know no float64.
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, experts_implementation="eager"
+        )
         self.model.requires_grad_(False)
         self.weights = {
             name.removeprefix("weights."): nn.Parameter(one.double())
@@ -334,6 +338,28 @@ def test_loss_logprobs_gradient_and_step_match_plain_forward(
     expected.backward()
     assert_gradient(gradient_of(rank), oracle)
     assert_stepped(rank, oracle, tmp_path, grad_clip_norm=0.5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "qwen3_5_text"])
+def test_other_families_match_plain_forward(family: str, tmp_path: Path) -> None:
+    """A head with a softcap, experts, and recurrences."""
+    folder = tmp_path / "model"
+    random_model(make_config(family), 0).save_pretrained(folder)
+    lora = {"rank": 1, "targets": "all"}
+    spec = make_spec(folder, tmp_path, trainer={"lora": lora}, dtype="float32")
+    rank = TinkerRank(spec)
+    saved = open_random(rank, tmp_path)
+    oracle = Oracle(folder, load_file(saved), 32 / 4)
+    data = weighted_data(0, 3)
+    expected = oracle.loss(data, "cross_entropy", {})
+    answer = train(rank, body_of(data, "cross_entropy"))
+    assert answer.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4)
+    expected.backward()
+    for key, one in gradient_of(rank).items():
+        plain = oracle.weights[key].grad
+        assert plain is not None
+        error = (one - plain).abs().max() / plain.abs().max()
+        assert error < 1e-3, (key, float(error))
 
 
 def assert_stepped(
