@@ -83,6 +83,7 @@ MAY_NAME: dict[str, dict[str, str]] = {
         "asyncrl/trainer/loss/objective.py": "the distillation loss",
     },
     "sft": {"asyncrl/tasks/task.py": "a way out"},
+    "tinker": {},
 }
 """Files of the core whose code may name an extension, with the reason."""
 CALLED = {

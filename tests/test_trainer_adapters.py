@@ -268,6 +268,10 @@ def test_unknown_adapter_is_refused_before_any_gradient(make_table: Any) -> None
         table.open("a", SMALL, 0)
     with pytest.raises(ConfigError, match="no layer v_proj"):
         table.open("b", LoraConfig(targets=["v_proj"]), 0)
+    with pytest.raises(Refused, match="'b' has no layer"):
+        table.open("b", LoraConfig(targets=[]), 0)
+    table.open("b", LoraConfig(targets="all"), 0)
+    assert table.tensors("b").keys() == table.tensors("").keys()
 
 
 def test_refused_batch_leaves_no_gradient(

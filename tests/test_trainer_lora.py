@@ -140,10 +140,13 @@ def test_targets_without_adapters_are_refused(tiny_model_dir: Path) -> None:
         targets_of(
             model, LoraConfig(targets=["q_proj", "q_projection", "embed_tokens"])
         )
+    every = targets_of(model, LoraConfig())
+    assert targets_of(model, LoraConfig(targets="all")) == [*every, "lm_head"]
 
 
 def test_a_model_of_convolutions_may_adapt_its_head() -> None:
     model = random_model(make_config("gpt2"))
-    assert targets_of(model, LoraConfig(targets=["lm_head"])) == ["lm_head"]
+    for targets in (["lm_head"], "all"):
+        assert targets_of(model, LoraConfig(targets=targets)) == ["lm_head"]
     with pytest.raises(ConfigError, match="no linear layers that adapters fit"):
         targets_of(model, LoraConfig())

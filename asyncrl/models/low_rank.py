@@ -77,7 +77,7 @@ def find_targets(
     `called`: of noted_calls(). Other layers only hold a weight that the model reads,
     such as Mamba's dt_proj, which would pass by an adapter. The output head may be
     named, also if it is tied to the embedding, which has no adapter. "all-linear" leaves
-    it out, "all" has it.
+    the head out, "all" includes it.
     """
     # Tied weights are the same object under two names. The exported model would need
     # another weight for each.

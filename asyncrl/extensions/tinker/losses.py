@@ -114,14 +114,16 @@ def _bounds(config: Config) -> tuple[float, float]:
 
 class Loss(NamedTuple):
     """`inputs`: the names of loss_fn_inputs next to target_tokens, float32 of its shape.
-    The first weights a token. `defaults`: of its loss_fn_config. `unused`: inputs that are
-    0 at masked positions, next to the first.
+    The first weights a token. `defaults`: of its loss_fn_config. `masked`: inputs that are
+    0 at masked positions.
     """
 
     function: Callable[[LossTokens, Config], Tensor]
     inputs: tuple[str, ...] = ("advantages", "logprobs")
     defaults: Config = {}
-    unused: tuple[str, ...] = ()
+    masked: tuple[str, ...] = ("advantages",)
+    has_columns: bool = False
+    """Whether target_tokens may be [T, K]."""
 
 
 def _thresholds(low: float, high: float) -> Config:
@@ -129,11 +131,13 @@ def _thresholds(low: float, high: float) -> Config:
 
 
 LOSSES = {
-    "cross_entropy": Loss(cross_entropy, ("weights",)),
+    "cross_entropy": Loss(
+        cross_entropy, ("weights",), masked=("weights",), has_columns=True
+    ),
     "importance_sampling": Loss(importance_sampling),
     "ppo": Loss(ppo, defaults=_thresholds(0.8, 1.2)),
     "cispo": Loss(cispo, defaults=_thresholds(0.0, 4.0)),
-    "dro": Loss(dro, defaults={"beta": 0.05}, unused=("logprobs",)),
+    "dro": Loss(dro, defaults={"beta": 0.05}, masked=("advantages", "logprobs")),
     # The bounds of the paper's section 5.1: 3e-4 and 4e-4 from 1.
     "gspo": Loss(
         gspo,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from asyncrl.base.errors import Message
 from asyncrl.base.http import Caller
@@ -66,7 +66,7 @@ class GradientCall(AdapterCall):
     `masked`: positions without a loss, by the number of their datum.
     """
 
-    masked: dict[int, list[int]] = {}
+    masked: dict[int, list[NonNegativeInt]] = {}
 
 
 class FileCall(AdapterCall):

@@ -6,63 +6,46 @@ One thread owns torch and executes calls one after the other.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from aiohttp import web
-from pydantic import BaseModel
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import sync
-from asyncrl.base.host import LOG_FORMAT
-from asyncrl.base.http import (
-    SECRET_ENV,
-    Refused,
-    add_route,
-    child_arguments,
-    die_with_parent,
-    fail,
-    json_answer,
-    make_app,
-    read_message,
-    secret_of,
-    serve,
-)
+from asyncrl.base.http import Refused, add_route, make_app, read_message
 from asyncrl.config.trainer_config import LoraConfig
 from asyncrl.extensions.tinker import trainer_calls as api
 from asyncrl.extensions.tinker.datums import (
-    Datum,
+    Array,
+    Datums,
     Limits,
-    PackedDatums,
     answer_of,
     config_of,
     pack,
     read_datums,
     read_request,
 )
-from asyncrl.extensions.tinker.losses import Config, Loss, LossTokens, loss_of
+from asyncrl.extensions.tinker.losses import Loss, LossTokens, loss_of
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
 from asyncrl.trainer.ranks.optimizer import Trained
-from asyncrl.trainer.ranks.rank_process import make_staging
+from asyncrl.trainer.ranks.rank_process import serve_trainer
 from asyncrl.trainer.ranks.ranks import ONE_RANK
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
 from asyncrl.weights.tensor_files import rename_adapters, stored_names, stored_pieces
 
 T = TypeVar("T")
-log = logging.getLogger("asyncrl.trainer")
 ATTENTION_PARTS = ("attn", "attention", "mixer")
 """Words in the names of attention layers and recurrences, e.g. linear_attn."""
 
@@ -87,9 +70,8 @@ class TinkerRank:
         assert self._model.adapters is not None
         self._table = self._model.adapters
         model = self._model.policy.model
-        context = getattr(
-            model.config.get_text_config(), "max_position_embeddings", None
-        )
+        config = model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", math.inf)
         self._limits = Limits(self._model.vocab_size, context)
         weights, _ = self._table.merging(named_weights(model))
         self._stored = stored_names(stored_pieces(model, weights))
@@ -123,28 +105,23 @@ class TinkerRank:
         request = read_request(body)
         loss, config = loss_of(request.loss_fn, config_of(request))
         datums = read_datums(request, loss, call.masked, self._limits)
-        sums = LossSums(loss, config, datums)
-        packed = pack(datums, call.adapter, self._model.policy, self._max_tokens)
-        with own_gradient(trained) as gradients:
+        logprobs = np.zeros(sum(one.size for one in datums.targets), np.float32)
+        total = 0.0
+        with own_gradient(trained) as weights:
+            packed = pack(datums, call.adapter, self._model.policy, self._max_tokens)
             for one in packed:
                 with torch.set_grad_enabled(not request.forward_only):
                     entry_E = self._model.policy(one.micro).entry_E
-                    value = sums.add(one, entry_E[one.entry_M])
+                    lp_M = entry_E[one.entry_M].double()
+                    tokens = LossTokens(lp_M, one.inputs, one.datum_M)
+                    value = loss.function(tokens, config).sum()
                 if not request.forward_only:
                     value.backward()  # type: ignore[no-untyped-call]
-            numbers = [one.grad for one in gradients if one.grad is not None]
-            if not (
-                math.isfinite(sums.loss)
-                and np.isfinite(sums.logprobs).all()
-                and all(bool(one.isfinite().all()) for one in numbers)
-            ):
-                raise Refused(
-                    400,
-                    f"loss:sum of {request.loss_fn} is {sums.loss}, or its gradient is not finite",
-                    rule="loss, logprobs and gradient are finite numbers",
-                    way_out="send smaller advantages or weights, or load an earlier checkpoint.",
-                )
-        return answer_of(datums, sums.logprobs, sums.metrics())
+                logprobs[one.place_M] = lp_M.detach().cpu().numpy()
+                total += float(value.detach())
+            _refuse_infinite(total, logprobs, weights)
+        metrics = {"loss:sum": total, **metrics_of(datums, logprobs, loss)}
+        return answer_of(datums.targets, logprobs, metrics)
 
     def optim_step(self, call: api.StepCall) -> api.StepMetrics:
         """Take a step of AdamW. Raises Refused."""
@@ -230,62 +207,45 @@ def part_of(name: str, *, is_head: bool) -> api.Part:
 
 @contextmanager
 def own_gradient(trained: Trained) -> Iterator[Sequence[Tensor]]:
-    """Yield weights without a gradient. What they get is added to the gradient that they
-    had; after an error they have that one.
+    """Yield weights without a gradient. Their new gradient is added to the old one at the
+    end; after an error only the old one is left.
     """
     weights = [*trained.masters.named.values()]
     kept = [weight.grad for weight in weights]
     trained.drop_gradient()
     try:
         yield weights
-        added = [weight.grad for weight in weights]
     except BaseException:
-        added = [None] * len(weights)
+        for weight, old in zip(weights, kept, strict=True):
+            weight.grad = old
         raise
-    finally:
-        for weight, old, new in zip(weights, kept, added, strict=True):
-            if old is not None and new is not None:
-                old += new
-            weight.grad = new if old is None else old
+    for weight, old in zip(weights, kept, strict=True):
+        if old is not None:
+            weight.grad = old if weight.grad is None else old.add_(weight.grad)
 
 
-class LossSums:
-    """Sums over the micro-batches of a request. `logprobs`: of all target tokens."""
+def _refuse_infinite(total: float, logprobs: Array, weights: Sequence[Tensor]) -> None:
+    """Raise Refused unless loss, logprobs and gradient are finite."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    are_finite = [bool(one.isfinite().all()) for one in gradients]
+    if math.isfinite(total) and np.isfinite(logprobs).all() and all(are_finite):
+        return
+    raise Refused(
+        400,
+        f"loss:sum is {total}, or the gradient is not finite",
+        rule="loss, logprobs and gradient are finite numbers",
+        way_out="send smaller advantages or weights, or load an earlier checkpoint.",
+    )
 
-    def __init__(self, loss: Loss, config: Config, datums: Sequence[Datum]) -> None:
-        self._loss = loss
-        self._config = config
-        self._inputs = {
-            name: np.concatenate([one.inputs[name].reshape(-1) for one in datums])
-            for name in loss.inputs
-        }
-        weight, *_ = self._inputs.values()
-        self._is_weighted = weight != 0
-        self.logprobs = np.empty(len(weight), np.float32)
-        self.loss = 0.0
 
-    def add(self, one: PackedDatums, logprob_M: Tensor) -> Tensor:
-        """Add a micro-batch and return its loss, float64."""
-        self.logprobs[one.place_M] = logprob_M.detach().float().cpu().numpy()
-        inputs = {
-            name: torch.from_numpy(values[one.place_M]).to(logprob_M.device).double()
-            for name, values in self._inputs.items()
-        }
-        tokens = LossTokens(logprob_M.double(), inputs, one.datum_M)
-        value = self._loss.function(tokens, self._config).sum()
-        self.loss += float(value.detach())
-        return value
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return metrics, whose names end in how clients join those of parts."""
-        used = self._is_weighted
-        metrics = {"loss:sum": self.loss, "tokens:sum": float(used.sum())}
-        if "logprobs" in self._inputs and used.any():
-            changes = self.logprobs[used] - self._inputs["logprobs"][used]
-            ratios = np.exp(changes.astype(np.float64))
-            metrics["ratio:mean"] = float(ratios.mean())
-            metrics["ratio:max"] = float(ratios.max())
-        return metrics
+def metrics_of(datums: Datums, logprobs: Array, loss: Loss) -> dict[str, float]:
+    """Return metrics. A name ends in how clients join the metrics of several requests."""
+    used = datums.inputs[loss.inputs[0]] != 0
+    metrics = {"tokens:sum": float(used.sum())}
+    if "logprobs" in datums.inputs and used.any():
+        changes = logprobs[used] - datums.inputs["logprobs"][used]
+        metrics["ratio:mean"] = float(np.exp(changes, dtype=np.float64).mean())
+    return metrics
 
 
 @contextmanager
@@ -301,92 +261,46 @@ def _files(path: Path) -> Iterator[None]:
         ) from error
 
 
-class TinkerService:
-    """A TinkerRank on its own thread."""
-
-    def __init__(self, spec: TrainerSpec) -> None:
-        self._torch_thread = ThreadPoolExecutor(1, "torch")
-        # torch's number of CPU threads belongs to the calling thread.
-        self._rank = self._torch_thread.submit(TinkerRank, spec).result()
-
-    async def health(self) -> TrainerHealth:
-        # Not on the torch thread, which may compute for minutes.
-        device = self._rank.state().device
-        return TrainerHealth(policy_version=0, device=device)
-
-    async def forward_backward(self, content: bytes) -> bytes:
-        head, _, body = content.partition(b"\n")
-        call = read_message(api.GradientCall, head)
-        return await self._on_torch_thread(
-            lambda: self._rank.forward_backward(call, body)
-        )
-
-    async def call(self, name: str, content: bytes) -> BaseModel:
-        """Make the call of this name in CALLS. Raises Refused."""
-        kind, function = CALLS[name]
-        call = read_message(kind, content)
-        return await self._on_torch_thread(lambda: function(self._rank, call))
-
-    def _on_torch_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._torch_thread, work)
-
-
-class Call(NamedTuple):
-    kind: type[BaseModel]
-    function: Callable[..., BaseModel]
-
-
-CALLS = {
-    "open": Call(api.OpenCall, TinkerRank.open),
-    "drop": Call(api.AdapterCall, TinkerRank.drop),
-    "drop_gradient": Call(api.AdapterCall, TinkerRank.drop_gradient),
-    "optim_step": Call(api.StepCall, TinkerRank.optim_step),
-    "save": Call(api.FileCall, TinkerRank.save),
-    "load": Call(api.FileCall, TinkerRank.load),
-    "export": Call(api.FileCall, TinkerRank.export),
-}
-"""Each call by its path."""
-
-
-def make_service(service: TinkerService, secret: str) -> web.Application:
+def make_service(spec: TrainerSpec, secret: str) -> web.Application:
+    """Return the app of a TinkerRank on its own thread. Raises like TinkerRank."""
+    torch_thread = ThreadPoolExecutor(1, "torch")
+    # torch's number of CPU threads belongs to the calling thread.
+    rank = torch_thread.submit(TinkerRank, spec).result()
     app = make_app(secret)
 
-    async def call(request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in CALLS:
-            raise web.HTTPNotFound
-        return json_answer(await service.call(name, await request.read()))
+    def on_torch_thread(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+        @wraps(function)
+        async def act(*arguments: object) -> T:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(torch_thread, function, *arguments)
+
+        return act
 
     async def forward_backward(request: web.Request) -> web.Response:
-        answer = await service.forward_backward(await request.read())
+        head, _, body = (await request.read()).partition(b"\n")
+        call = read_message(api.GradientCall, head)
+        answer = await on_torch_thread(rank.forward_backward)(call, body)
         return web.Response(body=answer)
 
-    add_route(app, "GET", "/health", service.health)
+    async def health() -> TrainerHealth:
+        # Not on the torch thread, which may compute for minutes.
+        return TrainerHealth(policy_version=0, device=rank.state().device)
+
+    add_route(app, "GET", "/health", health)
     app.router.add_post("/forward_backward", forward_backward)
-    app.router.add_post("/{name}", call)
+    calls = (
+        rank.open,
+        rank.drop,
+        rank.drop_gradient,
+        rank.optim_step,
+        rank.save,
+        rank.load,
+        rank.export,
+    )
+    for function in calls:
+        add_route(app, "POST", f"/{function.__name__}", on_torch_thread(function))
     return app
 
 
-def main() -> None:
-    text, fd = child_arguments()
-    spec = TrainerSpec.model_validate_json(text)
-    # First: if the server dies during the start, nobody else ends this process.
-    die_with_parent(lambda: shutil.rmtree(spec.staging_dir, ignore_errors=True))
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    disable_progress_bar()
-    try:
-        make_staging(spec.staging_dir)
-        service = TinkerService(spec)
-    except ConfigError as error:
-        log.exception("cannot start")
-        fail(error.what, rule=error.rule, way_out=error.way_out)
-    except (MemoryError, RuntimeError, OSError) as error:
-        log.exception("cannot start")
-        fail(f"{type(error).__name__}: {error}", way_out="read the trainer's log.")
-    log.info("serving %s to Tinker clients", spec.model_path)
-    serve(make_service(service, secret_of(SECRET_ENV)), fd, ends_at_once=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve_trainer(make_service)

@@ -479,6 +479,13 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
 
 
 def main() -> None:
+    serve_trainer(lambda spec, secret: make_service(TrainerService(spec), secret))
+
+
+def serve_trainer(make: Callable[[TrainerSpec, str], web.Application]) -> None:
+    """Be a trainer process. `make`: its app, from the spec and the secret; may raise
+    ConfigError, MemoryError, RuntimeError and OSError.
+    """
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
 
@@ -497,14 +504,13 @@ def main() -> None:
         # still write a line.
         if spec.rank == 0:
             hold_record(spec.record_path)
-        service = TrainerService(spec)
+        app = make(spec, secret_of(SECRET_ENV))
     except (ConfigError, MemoryError, RuntimeError, OSError) as error:
         log.exception("cannot start")
         words = _words(error)
         fail(words.error, rule=words.rule, way_out=words.way_out)
     size = spec.trainer.world_size
     log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, size)
-    app = make_service(service, secret_of(SECRET_ENV))
     # A new process restores everything from checkpoint and journal, and torch's threads
     # may be in a collective that never ends.
     serve(app, fd, ends_at_once=True)
