@@ -749,9 +749,7 @@ def test_process_answers_a_client(tiny_model_dir: Path, tmp_path: Path) -> None:
             await trainer.load("s:train:0", saved, with_optimizer=True)
             made = await trainer.export("s:train:0", tmp_path / "export")
             assert made.digest == digest_tensors(load_file(tmp_path / "export"))
-            assert (await trainer.health()).adapters == ["s:train:0"]
             await trainer.drop("s:train:0")
-            assert (await trainer.health()).adapters == []
             return read_answer(answers[0])
         finally:
             await trainer.aclose()

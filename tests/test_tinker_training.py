@@ -98,15 +98,15 @@ class FakeTrainer:
 
     async def save(self, name: str, path: Path, _: bool) -> None:
         with self._call():
-            path.write_text(self.weights[name])
+            path.write_text(self.weights[name])  # noqa: ASYNC240
 
     async def load(self, name: str, path: Path, _: bool) -> None:
         with self._call():
-            self.weights[name], self.gradient[name] = path.read_text(), ""
+            self.weights[name], self.gradient[name] = path.read_text(), ""  # noqa: ASYNC240
 
     async def export(self, name: str, path: Path) -> ExportedAdapter:
         with self._call():
-            path.write_text(self.weights[name])
+            path.write_text(self.weights[name])  # noqa: ASYNC240
         return ExportedAdapter(digest="d", num_tensors=1, num_bytes=1)
 
 
@@ -209,12 +209,17 @@ def test_each_request_has_one_effect(
         for end in cuts:
             trainer = FakeTrainer(losses)
 
-            async def use(training: Training, ledger: Ledger) -> None:
+            async def use(
+                training: Training,
+                ledger: Ledger,
+                arrived: list[Request] = arrivals[start:end],
+                is_last: bool = end == len(arrivals),
+            ) -> None:
                 create = request("create_model", 0)
                 await training.submit(create, first)
-                for one in arrivals[start:end]:
+                for one in arrived:
                     await training.submit(one)
-                if end < len(arrivals):
+                if not is_last:
                     await asyncio.sleep(rng.choice([0, 0.002, 0.01]))
                     return
                 for one in requests:

@@ -70,7 +70,7 @@ def _remove(values: Any, place: tuple[int | str, ...]) -> None:
 def check_name(name: str | None) -> None:
     if name is not None and not NAME.fullmatch(name):
         raise UserError(
-            f"the checkpoint name {name!r} does not fit: 1 to 128 letters, digits, dots, dashes and underscores"
+            f"the checkpoint name {name!r} is not 1 to 128 letters, digits, dots, dashes and underscores"
         )
 
 

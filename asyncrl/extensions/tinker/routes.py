@@ -44,13 +44,19 @@ from asyncrl.extensions.tinker.training import (
 
 Form = TypeVar("Form", bound=BaseModel)
 Handler = Callable[[str, Request], Awaitable[Any]]
-API = "/api/v1"
 PROTO = "application/x-protobuf"
 POLL_S = 20.0
 """Answer time of a poll without a result. The client waits 45 s."""
 SESSION_S = 600.0
 """A session without a heartbeat ends after this time."""
 MAX_BODY_BYTES = 2**26
+PLAIN = {
+    "optim_step": types.OptimStepRequest,
+    "save_weights": types.SaveWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+    "save_weights_external": types.SaveWeightsExternalRequest,
+}
+"""Requests that only their model's queue reads."""
 PART_OF: Mapping[str, Part] = {
     "train_attn": "attn",
     "train_mlp": "mlp",
@@ -123,72 +129,57 @@ class Routes:
         app = FastAPI(title="asyncrl: Tinker API", redirect_slashes=False)
         for kind in (UserError, HTTPException, DecodeError, ClientDisconnect):
             app.add_exception_handler(kind, _failed)
-        posts: dict[str, Handler] = {
-            "client/config": self._config,
-            "client/dynamic_config": self._dynamic_config,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": self._finish_session,
-            "telemetry": self._telemetry,
-            "create_model": self._create_model,
-            "get_info": self._get_info,
-            "forward_backward": self._forward_backward,
-            "load_weights": self._load_weights,
-            "create_sampling_session": self._create_sampling_session,
-            "asample": self._asample,
-            "retrieve_future": self._retrieve_future,
-            "cancel_future": self._cancel_future,
-            "weights_info": self._weights_info,
-            "training_runs/{run_id}/checkpoints/{kind}/{name}/publish": self._publish,
-        }
-        for path, form in {
-            "optim_step": types.OptimStepRequest,
-            "save_weights": types.SaveWeightsRequest,
-            "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
-            "save_weights_external": None,
-        }.items():
-            posts[path] = partial(self._train, path, form)
-        gets: dict[str, Handler] = {
-            "healthz": self._health,
-            "get_server_capabilities": self._capabilities,
-            "samplers/{sampler_id:path}": self._sampler,
-            "sessions": self._sessions,
-            "sessions/{session_id}": self._session_info,
-            "training_runs": self._training_runs,
-            "training_runs/{run_id}/checkpoints": self._checkpoints_of_run,
-            "training_runs/{run_id}": self._training_run,
-            "checkpoints": self._checkpoints,
-        }
-        path = "training_runs/{run_id}/checkpoints/{kind}/{name}"
-        others: list[tuple[str, str, Handler]] = [
-            ("DELETE", path, self._delete),
-            ("DELETE", f"{path}/publish", self._publish),
-            ("PUT", f"{path}/ttl", self._set_ttl),
+        checkpoint = "training_runs/{run_id}/checkpoints/{kind}/{name}"
+        routes: list[tuple[str, str, Handler]] = [
+            ("POST", "client/config", self._config),
+            ("POST", "client/dynamic_config", self._dynamic_config),
+            ("POST", "create_session", self._create_session),
+            ("POST", "session_heartbeat", self._heartbeat),
+            ("POST", "sessions/{session_id}/finish", self._finish_session),
+            ("POST", "telemetry", self._telemetry),
+            ("POST", "create_model", self._create_model),
+            ("POST", "get_info", self._get_info),
+            ("POST", "forward_backward", self._forward_backward),
+            ("POST", "load_weights", self._load_weights),
+            *(("POST", kind, partial(self._train, kind)) for kind in PLAIN),
+            ("POST", "create_sampling_session", self._create_sampling_session),
+            ("POST", "asample", self._asample),
+            ("POST", "retrieve_future", self._retrieve_future),
+            ("POST", "cancel_future", self._cancel_future),
+            ("POST", "weights_info", self._weights_info),
+            ("GET", "healthz", self._health),
+            ("GET", "get_server_capabilities", self._capabilities),
+            ("GET", "samplers/{sampler_id:path}", self._sampler),
+            ("GET", "sessions", self._sessions),
+            ("GET", "sessions/{session_id}", self._session_info),
+            ("GET", "training_runs", self._training_runs),
+            ("GET", "training_runs/{run_id}/checkpoints", self._checkpoints_of_run),
+            ("GET", "training_runs/{run_id}", self._training_run),
+            ("GET", "checkpoints", self._checkpoints),
+            ("DELETE", checkpoint, self._delete),
+            ("POST", f"{checkpoint}/publish", self._publish),
+            ("DELETE", f"{checkpoint}/publish", self._publish),
+            ("PUT", f"{checkpoint}/ttl", self._set_ttl),
         ]
-        others += [("POST", one, handler) for one, handler in posts.items()]
-        others += [("GET", one, handler) for one, handler in gets.items()]
-        for method, one, handler in others:
-            app.add_api_route(
-                f"{API}/{one}",
-                self._called(handler),
-                methods=[method],
-                response_model=None,
-                name=one,
-            )
+        for method, path, handler in routes:
+            route = f"/api/v1/{path}"
+            app.add_route(route, self._called(handler), methods=[method], name=path)
         return app
 
     def _called(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            given = request.headers.get("x-api-key", "")
-            owner = ""
-            for key, name in self._keys.items():
-                if compare_digest(key.encode(), given.encode()):
-                    owner = name
-            if not owner:
+            given = request.headers.get("x-api-key", "").encode()
+            # All are compared, so that the time tells nothing.
+            owners = [
+                owner
+                for key, owner in self._keys.items()
+                if compare_digest(key.encode(), given)
+            ]
+            if not owners:
                 raise UserError("the key in X-API-Key is unknown", 401)
             if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
                 raise UserError(f"the body is above {MAX_BODY_BYTES} bytes", 413)
-            found = await handler(owner, request)
+            found = await handler(owners[0], request)
             if isinstance(found, Response):
                 return found
             return Response(status_code=204) if found is None else JSONResponse(found)
@@ -287,7 +278,8 @@ class Routes:
         parts = [part for key, part in PART_OF.items() if getattr(lora, key)]
         if not parts or not 1 <= lora.rank <= self._served.max_rank:
             raise UserError(
-                f"rank {lora.rank} of {parts or 'no part'}: the rank is 1 to {self._served.max_rank}, and a part is trained"
+                f"rank {lora.rank} of {parts or 'no part'}: the rank is 1 to {self._served.max_rank}, and a "
+                "part is trained"
             )
         if asked.optimizer_config.type != "adamw":
             raise UserError(
@@ -302,9 +294,7 @@ class Routes:
         body = await request.body()
         asked = read(types.LoadWeightsRequest, body)
         if asked.session_id is None:
-            return await self._train(
-                "load_weights", types.LoadWeightsRequest, owner, request
-            )
+            return await self._accept(owner, asked, "load_weights", body)
         self._served.check(asked.base_model)
         found = await checkpoint_of(self._ledger, asked.path, owner)
         # A is loaded, so the seed has no effect.
@@ -328,7 +318,7 @@ class Routes:
         num = sum(one.row.owner == owner for one in runs.values())
         if model_id not in runs and num >= self._limits.max_adapters:
             raise UserError(
-                f"this key trains {num} models; the limit is {self._limits.max_adapters}. Close a session first"
+                f"this key trains {num} models, of at most {self._limits.max_adapters}; close a session first"
             )
         model = rows.Model(
             model_id, asked.session_id, owner, rank, seed, parts, asked.user_metadata
@@ -368,25 +358,17 @@ class Routes:
     async def _forward_backward(self, owner: str, request: Request) -> Any:
         body = await request.body()
         asked = pb.ForwardBackwardRequest.FromString(body)
-        return await self._accept(
-            owner, asked.model_id, asked.seq_id, "forward_backward", body
-        )
+        return await self._accept(owner, asked, "forward_backward", body)
 
-    async def _train(
-        self, kind: str, form: type[BaseModel] | None, owner: str, request: Request
-    ) -> Any:
+    async def _train(self, kind: str, owner: str, request: Request) -> Any:
         body = await request.body()
-        values: Any = read_object(body) if form is None else read(form, body)
-        get = values.get if form is None else partial(getattr, values)
-        return await self._accept(owner, get("model_id"), get("seq_id"), kind, body)
+        return await self._accept(owner, read(PLAIN[kind], body), kind, body)
 
-    async def _accept(
-        self, owner: str, model_id: str | None, seq: int | None, kind: str, body: bytes
-    ) -> Any:
+    async def _accept(self, owner: str, asked: Any, kind: str, body: bytes) -> Any:
         """Accept a training request. Once its model and number are known, every fault is
         told by its future: the client never sends a refused number again.
         """
-        model = await self._model(owner, model_id)
+        model, seq = await self._model(owner, asked.model_id), asked.seq_id
         if not isinstance(seq, int) or not 0 < seq < 2**31:
             raise UserError(f"seq_id={seq!r} is not a number from 1 to 2**31", 422)
         run = self._training.runs[model.id]

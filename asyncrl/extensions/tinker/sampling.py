@@ -36,7 +36,6 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS
 from asyncrl.messages.trainer_api import ExportResponse
 
-
 log = logging.getLogger("asyncrl.tinker")
 
 
@@ -264,26 +263,22 @@ class Sampling:
         weights: Checkpoint | None,
         adapter: str,
     ) -> bytes:
-        scored = list[asyncio.Task[ScoreResponse]]()
-        draws = list[asyncio.Task[Completion]]()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for request in plan.score_requests(adapter):
-                    scored.append(group.create_task(self._score(request)))
-                for index, name in enumerate(ids):
-                    sampled = plan.sampling_request(index, name, adapter)
-                    draws.append(group.create_task(self._pool.generate(sampled)))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        requests = [
+            plan.sampling_request(index, name, adapter)
+            for index, name in enumerate(ids)
+        ]
+        completions, scores = await asyncio.gather(
+            asyncio.gather(*map(self._pool.generate, requests)),
+            asyncio.gather(*map(self._score, plan.score_requests(adapter))),
+        )
         made = pb.SampleResponse()
         model_id = "" if weights is None else weights.model_id
-        for name, draw in zip(ids, draws, strict=True):
-            completion = draw.result()
+        for name, completion in zip(ids, completions, strict=True):
             plan.add_sequence(made, completion)
             spans = [list(span[:3]) for span in completion.sampled.spans]
             self._ledger.put_soon(Sampled(name, owner, model_id, spans))
-        for scores in scored:
-            plan.add_scores(made, scores.result())
+        for one in scores:
+            plan.add_scores(made, one)
         if plan.is_first_only:
             made.prompt_logprobs = np.array([np.nan], "<f4").tobytes()
         content: bytes = made.SerializeToString()
@@ -307,42 +302,30 @@ class SamplePlan:
         self._asked = asked
         for chunk in asked.prompt.chunks:
             if chunk.type != "encoded_text":
-                raise UserError(
-                    f"a prompt with a chunk {chunk.type!r}: only text is supported"
-                )
+                raise UserError(f"a prompt has {chunk.type!r}: only text is supported")
         self._ids: list[int] = [int(one) for one in asked.prompt.to_ints()]
         if any(not 0 <= one < 2**31 for one in self._ids):
             raise UserError("the prompt has a number that is no token id")
         params = asked.sampling_params
         num_prompt = len(self._ids)
-        if not 1 <= num_prompt < max_length:
-            raise UserError(
-                f"the prompt has {num_prompt} tokens; this server reads 1 to {max_length - 1}"
-            )
-        if not 1 <= asked.num_samples <= 1024:
-            raise UserError(f"num_samples={asked.num_samples} is outside of 1 to 1024")
         room = max_length - num_prompt
         self._max_tokens = room if params.max_tokens is None else params.max_tokens
-        if self._max_tokens < 1:
-            raise UserError(f"max_tokens={self._max_tokens} is below 1")
-        if self._max_tokens > room:
-            raise UserError(
-                f"{num_prompt} prompt tokens and max_tokens={self._max_tokens} are above the context of {max_length}"
-            )
-        if not 0 <= params.temperature < 100 or not 0 < params.top_p <= 1:
-            raise UserError(
-                f"temperature={params.temperature} and top_p={params.top_p}: they must be in 0..100 and 0..1"
-            )
-        if params.top_k == 0 or params.top_k < -1:
-            raise UserError(f"top_k={params.top_k}: it is -1 (all) or from 1")
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-            if not 0 <= getattr(asked, name) <= MAX_TOP_LOGPROBS:
-                raise UserError(f"{name} is outside of 0 to {MAX_TOP_LOGPROBS}")
         last = asked.prompt_logprobs_last_n
-        if last is not None and not 1 <= last <= max(num_prompt - 1, 1):
-            raise UserError(
-                f"prompt_logprobs_last_n={last} is outside of 1 to {num_prompt - 1}"
-            )
+        k = max(asked.topk_prompt_logprobs, asked.topk_sample_logprobs)
+        for name, value, low, high in (
+            ("the number of prompt tokens", num_prompt, 1, max_length - 1),
+            ("max_tokens after this prompt", self._max_tokens, 1, room),
+            ("num_samples", asked.num_samples, 1, 1024),
+            ("temperature", params.temperature, 0, 100),
+            ("top_p", params.top_p, 1e-6, 1),
+            ("top_k", params.top_k or -2, -1, 2**31),
+            ("topk logprobs", k, 0, MAX_TOP_LOGPROBS),
+            ("prompt_logprobs_last_n", last or 1, 1, max(num_prompt - 1, 1)),
+        ):
+            if not low <= value <= high:
+                raise UserError(
+                    f"{name} is {value}, and must be in {low:g} to {high:g}"
+                )
         self._stop = self._stops()
         seed = secrets.randbits(62) if params.seed is None else params.seed
         self._seed = seed % 2**62
@@ -381,7 +364,7 @@ class SamplePlan:
         ]
         if len(rows) != num:
             raise UserError(
-                f"target_prompt_logprobs has {len(rows)} rows, and the prompt {num} tokens after the first"
+                f"target_prompt_logprobs has {len(rows)} rows; the prompt has {num} tokens after the first"
             )
         self._widths = [len(row) for row in rows]
         widest = max(self._widths, default=0)

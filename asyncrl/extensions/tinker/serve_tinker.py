@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig
+from starlette.types import ASGIApp
 
 from asyncrl.agents.endpoint.gateway import AppServer
 from asyncrl.base.errors import ConfigError, EngineLost, TrainerLost
@@ -34,8 +34,9 @@ from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
-from asyncrl.launch.supervise import Supervisor, start_all
+from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
 from asyncrl.observe.console import RunLog, logging_to
+from asyncrl.observe.run_dir import read_object
 from asyncrl.trainer.model.model_folder import ModelPin
 
 LEDGER = "tinker.sqlite"
@@ -123,7 +124,7 @@ async def _live(
     training.on_inflight = adapters.renew
     length = run.rollout.max_length
     sampling = Sampling(pool, adapters, ledger, lifecycle.spawn, length)
-    architecture = AutoConfig.from_pretrained(model_path).model_type
+    architecture = read_object(model_path / "config.json", [])["model_type"]
     served = Served(
         config.names, model_path, architecture, length, config.tinker.max_rank
     )
@@ -132,16 +133,7 @@ async def _live(
     await routes.restore()
 
     supervision = lifecycle.supervision(lambda *_: None)
-    supervisors[rank.name] = Supervisor(
-        [rank],
-        supervision,
-        kind="trainer",
-        on_down=lambda _: training.trainer_lost(),
-        on_up=training.trainer_up,
-    )
-    training.on_lost = lambda lost: supervisors[rank.name].lost_nowait(
-        TrainerLost(rank.name, str(lost))
-    )
+    supervisors[rank.name] = _supervise_trainer(rank, training, supervision)
     for one, client in zip(made, clients, strict=True):
         supervisors[client.name] = Supervisor(
             [one.server],
@@ -156,17 +148,38 @@ async def _live(
     lifecycle.spawn(training.serve(), name="training")
     lifecycle.spawn(training.watch_holes(), name="missing requests")
     lifecycle.spawn(routes.tidy(), name="sessions")
-    server = AppServer(routes.app(), max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
-    lifecycle.closes("server", server.aclose)
-    await server.listen(listening)
-    host, port = listening.getsockname()[:2]
+    url = await _start_serving(lifecycle, routes.app(), listening)
     log.info(f"serving {served.names[0]}; logs and checkpoints in {folder}")
-    log.print_secret(f"  export TINKER_BASE_URL=http://{host}:{port}")
+    log.print_secret(f"  export TINKER_BASE_URL={url}")
     for key, owner in keys.items():
         log.print_secret(f"  export TINKER_API_KEY={key}  # {owner}")
     lifecycle.can_stop = True
     await lifecycle.stop.wait()
     return 0
+
+
+def _supervise_trainer(
+    rank: Server, training: Training, supervision: Supervision
+) -> Supervisor:
+    made = Supervisor(
+        [rank],
+        supervision,
+        kind="trainer",
+        on_down=lambda _: training.trainer_lost(),
+        on_up=training.trainer_up,
+    )
+    training.on_lost = lambda lost: made.lost_nowait(TrainerLost(rank.name, str(lost)))
+    return made
+
+
+async def _start_serving(
+    lifecycle: Lifecycle, app: ASGIApp, listening: socket.socket
+) -> str:
+    server = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
+    lifecycle.closes("server", server.aclose)
+    await server.listen(listening)
+    host, port = listening.getsockname()[:2]
+    return f"http://{host}:{port}"
 
 
 def _listen(config: TinkerConfig) -> socket.socket:

@@ -19,7 +19,10 @@ from asyncrl.extensions.tinker.requests import UserError
 NOT_SAMPLED = -1
 UNKNOWN = -2
 IntT = npt.NDArray[np.int64]
-NO_RECORD = "the server has no record of its sample: it is kept for a day after its last use, and belongs to the key that sampled it"
+NO_RECORD = (
+    "the server has no record of its sample: it is kept for a day after its last use, and belongs to "
+    "the key that sampled it"
+)
 
 
 @dataclass(frozen=True)
@@ -104,29 +107,29 @@ class AgeRule:
         masked = dict[int, list[int]]()
         found = list[IntT]()
         for index, datum in enumerate(asked.data):
-            version_T = _versions(datum, known, index)
-            weighted_T = _is_weighted(datum, len(version_T))
+            versions = _versions(datum, known, index)
+            is_weighted = _is_weighted(datum, len(versions))
             if needs_record or bound.most is not None:
-                _check_record(index, version_T, weighted_T, asked.loss_fn)
-            age_T = np.where(version_T >= 0, model.version - version_T, 0)
-            old_T = weighted_T & (
-                age_T > (np.inf if bound.most is None else bound.most)
+                _check_record(index, versions, is_weighted, asked.loss_fn)
+            ages = np.where(versions >= 0, model.version - versions, 0)
+            is_old = is_weighted & (
+                ages > (np.inf if bound.most is None else bound.most)
             )
-            if old_T.any():
+            if is_old.any():
                 if bound.on_overdue == "refuse":
                     raise UserError(
-                        f"datum {index}: {int(old_T.sum())} tokens are up to {int(age_T[old_T].max())} "
-                        f"steps old, and max_staleness is {bound.most:g}; sample again, or set on_overdue=mask"
+                        f"datum {index}: {int(is_old.sum())} tokens are up to {int(ages[is_old].max())} "
+                        f"steps old, and max_staleness is {bound.most:g}; sample again, or mask them"
                     )
-                masked[index] = np.flatnonzero(old_T).tolist()
-            found.append(age_T[weighted_T & ~old_T & (version_T >= 0)])
-        ages = np.concatenate(found) if found else np.zeros(0, np.int64)
+                masked[index] = np.flatnonzero(is_old).tolist()
+            found.append(ages[is_weighted & ~is_old & (versions >= 0)])
+        trained = np.concatenate(found) if found else np.zeros(0, np.int64)
         return Ages(
             masked,
             sum(map(len, masked.values())),
-            len(ages),
-            int(ages.sum()),
-            int(ages.max(initial=0)),
+            len(trained),
+            int(trained.sum()),
+            int(trained.max(initial=0)),
         )
 
     async def _sequences(self, asked: Any, model: Model) -> Mapping[str, IntT]:
@@ -197,9 +200,9 @@ def _values(tensor: Any) -> npt.NDArray[Any]:
             num_rows = tensor.shape[0] if tensor.shape else len(values)
             return values.reshape(num_rows, -1)
         values = np.frombuffer(tensor.sparse_csr.values, dtype)
-        start_T = np.frombuffer(tensor.sparse_csr.crow_indices, "<i8")
+        starts = np.frombuffer(tensor.sparse_csr.crow_indices, "<i8")
         is_used = [
-            (values[start:end] != 0).any() for start, end in pairwise(start_T.tolist())
+            (values[start:end] != 0).any() for start, end in pairwise(starts.tolist())
         ]
         return np.array(is_used)[:, None]
     except ValueError as error:
@@ -216,14 +219,14 @@ def _is_weighted(datum: Any, num: int) -> npt.NDArray[np.bool_]:
 
 
 def _check_record(
-    index: int, version_T: IntT, weighted_T: npt.NDArray[np.bool_], loss: str
+    index: int, versions: IntT, is_weighted: npt.NDArray[np.bool_], loss: str
 ) -> None:
-    lacking = weighted_T & (version_T < 0)
+    lacking = is_weighted & (versions < 0)
     if not lacking.any():
         return
     place = int(np.argmax(lacking))
     text = f"datum {index}, target token {place}: "
-    if version_T[place] == NOT_SAMPLED:
+    if versions[place] == NOT_SAMPLED:
         text += "it was not sampled, and has a weight"
     else:
         text += NO_RECORD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.fields import Count, FrozenConfig, Port, Seed
@@ -107,9 +107,9 @@ class TinkerConfig(JobConfig):
 
     def conflicts(self) -> Iterator[str]:
         if self.rollout.engine != "embedded":
-            yield f"rollout.engine={self.rollout.engine}: the Tinker server needs prompt logprobs of adapters; set rollout.engine=embedded"
+            yield f"rollout.engine={self.rollout.engine} has no logprobs of prompts; set rollout.engine=embedded"
         if self.trainer.world_size != 1:
-            yield f"trainer.world_size={self.trainer.world_size}: a sharded trainer has one adapter; set trainer.world_size=1"
+            yield "a sharded trainer has one adapter; set trainer.world_size=1"
         for key in ("lora", "roles"):
             if getattr(self.trainer, key) is not None:
                 yield f"trainer.{key} is the clients' choice; remove it"

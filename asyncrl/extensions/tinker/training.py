@@ -38,7 +38,7 @@ from asyncrl.extensions.tinker.requests import (
     checkpoint_of,
     read,
 )
-from asyncrl.extensions.tinker.staleness import Ages, AgeRule
+from asyncrl.extensions.tinker.staleness import AgeRule, Ages
 from asyncrl.extensions.tinker.trainer_calls import AdamParams, TinkerTrainer
 
 log = logging.getLogger("asyncrl.tinker")
@@ -129,6 +129,15 @@ class Training:
         self._trainer = trainer
         self._folder = folder
         self._ages = ages
+        self._kinds: Mapping[str, Callable[[Run, Request], Awaitable[Result]]] = {
+            "create_model": self._create,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "load_weights": self._load_weights,
+        }
         self._time = 0.0
         """Tokens of the run that was served last, as `Run.served`."""
         for name in (STATES, WEIGHTS, SAMPLER_WEIGHTS):
@@ -290,8 +299,7 @@ class Training:
         while True:
             try:
                 await self._open(run)
-                result: Result = await KINDS[request.kind](self, run, request)
-                return result
+                return await self._kinds[request.kind](run, request)
             except UserError as error:
                 return Result.error(str(error))
             except ValidationError as error:
@@ -487,7 +495,7 @@ class Training:
             )
         if (found.rank, found.parts) != (row.rank, row.parts):
             raise UserError(
-                f"{asked.path} has rank {found.rank} of {found.parts}, and this model rank {row.rank} of {row.parts}"
+                f"{asked.path} has rank {found.rank} of {found.parts}, and the model {row.rank} of {row.parts}"
             )
         if not request.seq:
             await self._create(run, request)
@@ -549,15 +557,3 @@ def _adam(request: Request) -> AdamParams:
             f"the optimizer {getattr(params, 'type', params)!r} is not supported; use AdamParams"
         )
     return AdamParams(**params.model_dump())
-
-
-KINDS: Mapping[str, Callable[[Training, Run, Request], Any]] = {
-    "create_model": Training._create,
-    "forward_backward": Training._forward_backward,
-    "optim_step": Training._optim_step,
-    "save_weights": Training._save_weights,
-    "save_weights_for_sampler": Training._save_for_sampler,
-    "save_weights_external": Training._save_external,
-    "load_weights": Training._load_weights,
-}
-"""How each kind of request runs."""
