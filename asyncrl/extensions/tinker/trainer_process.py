@@ -35,7 +35,7 @@ from asyncrl.extensions.tinker.datums import (
     read_datums,
     read_request,
 )
-from asyncrl.extensions.tinker.losses import Loss, LossTokens, loss_of
+from asyncrl.extensions.tinker.tinker_losses import Loss, LossTokens, loss_of
 from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
 from asyncrl.trainer.ranks.optimizer import Trained
 from asyncrl.trainer.ranks.rank_process import serve_trainer
