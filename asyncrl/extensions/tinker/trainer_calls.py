@@ -82,7 +82,7 @@ class ExportedAdapter(Message):
     num_bytes: int
 
 
-class TrainerState(Message):
+class TinkerState(Message):
     """`adapters`: names of the open ones."""
 
     device: str
@@ -109,7 +109,7 @@ class TinkerTrainer:
         return await self._post("/open", call, OpenedAdapter)
 
     async def drop(self, adapter: str) -> None:
-        await self._post("/drop", AdapterCall(adapter=adapter), TrainerState)
+        await self._post("/drop", AdapterCall(adapter=adapter), TinkerState)
 
     async def forward_backward(
         self, adapter: str, body: bytes, masked: Mapping[int, Sequence[int]] = {}
@@ -135,14 +135,14 @@ class TinkerTrainer:
     async def save(self, adapter: str, path: Path, with_optimizer: bool) -> None:
         """Write a safetensors file, which is whole and durable under its name."""
         call = FileCall(adapter=adapter, path=path, with_optimizer=with_optimizer)
-        await self._post("/save", call, TrainerState)
+        await self._post("/save", call, TinkerState)
 
     async def load(self, adapter: str, path: Path, with_optimizer: bool) -> None:
         """Read a saved file into an adapter of the same layers and rank, and drop the
         gradient. Without the optimizer's state, AdamW begins again.
         """
         call = FileCall(adapter=adapter, path=path, with_optimizer=with_optimizer)
-        await self._post("/load", call, TrainerState)
+        await self._post("/load", call, TinkerState)
 
     async def export(self, adapter: str, path: Path) -> ExportedAdapter:
         """Write the file that an engine's /prepare reads. It is whole under its name, and
@@ -151,10 +151,8 @@ class TinkerTrainer:
         call = FileCall(adapter=adapter, path=path)
         return await self._post("/export", call, ExportedAdapter)
 
-    async def health(self) -> TrainerState:
-        return await self._caller.get(
-            "/health", TrainerState, timeout_s=self._timeout_s
-        )
+    async def health(self) -> TinkerState:
+        return await self._caller.get("/health", TinkerState, timeout_s=self._timeout_s)
 
     async def aclose(self) -> None:
         await self._caller.aclose()
