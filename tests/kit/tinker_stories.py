@@ -327,8 +327,9 @@ def story_keys_reach_their_own_only(server: Server) -> None:
         own.publish_checkpoint_from_tinker_path(path).result()
         bob.create_sampling_client(model_path=path).result()
     wrong = tinker.RestClient(base_url=server.url, api_key="tml-wrong")
+    asked = wrong.get_server_capabilities()
     with pytest.raises(tinker.AuthenticationError):
-        wrong.get_server_capabilities().result()
+        asked.result()
 
 
 def story_state_goes_on_where_it_was_saved(server: Server) -> None:

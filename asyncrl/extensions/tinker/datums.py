@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.base.http import Refused
-from asyncrl.extensions.tinker.losses import Loss
+from asyncrl.extensions.tinker.tinker_losses import Loss
 from asyncrl.models.devices import to_device
 from asyncrl.trainer.attention.tree import IntN, TokenRange, lay_out, places_of
 from asyncrl.trainer.loss import packing

@@ -82,7 +82,7 @@ class ExportedAdapter(Message):
     num_bytes: int
 
 
-class TrainerState(Message):
+class TinkerState(Message):
     """`adapters`: names of the open ones."""
 
     device: str
@@ -109,10 +109,10 @@ class TinkerTrainer:
         return await self._post("/open", call, OpenedAdapter)
 
     async def drop(self, adapter: str) -> None:
-        await self._post("/drop", AdapterCall(adapter=adapter), TrainerState)
+        await self._post("/drop", AdapterCall(adapter=adapter), TinkerState)
 
     async def drop_gradient(self, adapter: str) -> None:
-        await self._post("/drop_gradient", AdapterCall(adapter=adapter), TrainerState)
+        await self._post("/drop_gradient", AdapterCall(adapter=adapter), TinkerState)
 
     async def forward_backward(
         self, adapter: str, body: bytes, masked: Mapping[int, Sequence[int]] = {}
@@ -138,14 +138,14 @@ class TinkerTrainer:
     async def save(self, adapter: str, path: Path, with_optimizer: bool) -> None:
         """Write a safetensors file, which is whole and durable under its name."""
         call = FileCall(adapter=adapter, path=path, with_optimizer=with_optimizer)
-        await self._post("/save", call, TrainerState)
+        await self._post("/save", call, TinkerState)
 
     async def load(self, adapter: str, path: Path, with_optimizer: bool) -> None:
         """Read a saved file into an adapter of the same layers and rank, and drop the
         gradient. Without the optimizer's state, AdamW begins again.
         """
         call = FileCall(adapter=adapter, path=path, with_optimizer=with_optimizer)
-        await self._post("/load", call, TrainerState)
+        await self._post("/load", call, TinkerState)
 
     async def export(self, adapter: str, path: Path) -> ExportedAdapter:
         """Write the file that an engine's /prepare reads. It is whole under its name, and
@@ -153,6 +153,9 @@ class TinkerTrainer:
         """
         call = FileCall(adapter=adapter, path=path)
         return await self._post("/export", call, ExportedAdapter)
+
+    async def aclose(self) -> None:
+        await self._caller.aclose()
 
     async def _post(self, path: str, call: BaseModel, answer: type[Answer]) -> Answer:
         return await self._caller.post(path, call, answer, timeout_s=self._timeout_s)

@@ -35,7 +35,7 @@ from asyncrl.extensions.tinker.datums import (
     read_datums,
     read_request,
 )
-from asyncrl.extensions.tinker.losses import Loss, LossTokens, loss_of
+from asyncrl.extensions.tinker.tinker_losses import Loss, ScoredTargets, loss_of
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.trainer.model.build_model import TrainedModel, set_up_torch
 from asyncrl.trainer.ranks.optimizer import Trained
@@ -76,10 +76,10 @@ class TinkerRank:
         weights, _ = self._table.merging(named_weights(model))
         self._stored = stored_names(stored_pieces(model, weights))
 
-    def state(self) -> api.TrainerState:
+    def state(self) -> api.TinkerState:
         """Return the open adapters. Any thread may call it."""
         names = [one for one in self._table.names if one not in self._table.of_run]
-        return api.TrainerState(device=self._model.device.type, adapters=names)
+        return api.TinkerState(device=self._model.device.type, adapters=names)
 
     def open(self, call: api.OpenCall) -> api.OpenedAdapter:
         """Add an adapter. Raises Refused."""
@@ -93,7 +93,7 @@ class TinkerRank:
         self._table.open(call.adapter, config, call.seed)
         return api.OpenedAdapter(targets=targets, scale=config.scale)
 
-    def drop(self, call: api.AdapterCall) -> api.TrainerState:
+    def drop(self, call: api.AdapterCall) -> api.TinkerState:
         self._table.drop(call.adapter)
         return self.state()
 
@@ -113,7 +113,7 @@ class TinkerRank:
                 with torch.set_grad_enabled(not request.forward_only):
                     entry_E = self._model.policy(one.micro).entry_E
                     lp_M = entry_E[one.entry_M].double()
-                    tokens = LossTokens(lp_M, one.inputs, one.datum_M)
+                    tokens = ScoredTargets(lp_M, one.inputs, one.datum_M)
                     value = loss.function(tokens, config).sum()
                 if not request.forward_only:
                     value.backward()  # type: ignore[no-untyped-call]
@@ -160,11 +160,11 @@ class TinkerRank:
         }
         return api.StepMetrics(metrics=metrics)
 
-    def drop_gradient(self, call: api.AdapterCall) -> api.TrainerState:
+    def drop_gradient(self, call: api.AdapterCall) -> api.TinkerState:
         self._table.trained(call.adapter).drop_gradient()
         return self.state()
 
-    def save(self, call: api.FileCall) -> api.TrainerState:
+    def save(self, call: api.FileCall) -> api.TinkerState:
         """Write a whole, durable safetensors file. Raises Refused."""
         unfinished = call.path.with_name(f".{call.path.name}.new")
         with _files(call.path):
@@ -179,7 +179,7 @@ class TinkerRank:
                 unfinished.unlink(missing_ok=True)
         return self.state()
 
-    def load(self, call: api.FileCall) -> api.TrainerState:
+    def load(self, call: api.FileCall) -> api.TinkerState:
         """Read a saved file. Raises Refused."""
         with _files(call.path):
             self._table.load(

@@ -495,7 +495,7 @@ class Training:
             )
         if (found.rank, found.parts) != (row.rank, row.parts):
             raise UserError(
-                f"{asked.path} has rank {found.rank} of {found.parts}, and the model {row.rank} of {row.parts}"
+                f"{asked.path} has rank {found.rank} of {found.parts}, the model {row.rank} of {row.parts}"
             )
         if not request.seq:
             await self._create(run, request)

@@ -23,7 +23,7 @@ BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 Config = Mapping[str, float]
 
 
-class LossTokens(NamedTuple):
+class ScoredTargets(NamedTuple):
     """M target tokens of whole datums, float64. `datum_M` int64: the number of each
     token's datum.
     """
@@ -44,30 +44,30 @@ class LossTokens(NamedTuple):
         return torch.where(self.advantages == 0, 0.0, change_M)
 
 
-def cross_entropy(tokens: LossTokens, config: Config) -> Tensor:
+def cross_entropy(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -w lp."""
     return -tokens.inputs["weights"] * tokens.lp_M
 
 
-def importance_sampling(tokens: LossTokens, config: Config) -> Tensor:
+def importance_sampling(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -r A."""
     return -tokens.changes.exp() * tokens.advantages
 
 
-def ppo(tokens: LossTokens, config: Config) -> Tensor:
+def ppo(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -min(r A, clip(r) A) (https://arxiv.org/abs/1707.06347). The thresholds are
     bounds of r itself.
     """
     return _clipped(tokens.changes.exp(), tokens.advantages, config)
 
 
-def cispo(tokens: LossTokens, config: Config) -> Tensor:
+def cispo(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -sg(clip(r)) lp A (https://arxiv.org/abs/2506.13585)."""
     ratio_M = tokens.changes.detach().exp().clamp(*_bounds(config))
     return -ratio_M * tokens.lp_M * tokens.advantages
 
 
-def dro(tokens: LossTokens, config: Config) -> Tensor:
+def dro(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -(lp A - beta / 2 (lp - q)^2) (https://arxiv.org/abs/2405.19107).
 
     A token with A = 0 and q = 0 was not sampled, and has no loss: the square would train
@@ -79,7 +79,7 @@ def dro(tokens: LossTokens, config: Config) -> Tensor:
     return torch.where(is_sampled_M, penalty_M, 0.0) - tokens.lp_M * tokens.advantages
 
 
-def gspo(tokens: LossTokens, config: Config) -> Tensor:
+def gspo(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -min(r A, clip(r) A) with r = exp(sg(s) + lp - sg(lp)), where s is the mean
     of lp - q over a datum's sequence_ratio_mask (https://arxiv.org/abs/2507.18071).
     """
@@ -94,7 +94,7 @@ def gspo(tokens: LossTokens, config: Config) -> Tensor:
     return _clipped(ratio_M, tokens.advantages, config)
 
 
-def stable_reinforce(tokens: LossTokens, config: Config) -> Tensor:
+def stable_reinforce(tokens: ScoredTargets, config: Config) -> Tensor:
     """Return -sg(min(r, 1)) lp A: REINFORCE whose weight falls for tokens that became
     less likely. The public service does not publish its formula.
     """
@@ -118,7 +118,7 @@ class Loss(NamedTuple):
     0 at masked positions.
     """
 
-    function: Callable[[LossTokens, Config], Tensor]
+    function: Callable[[ScoredTargets, Config], Tensor]
     inputs: tuple[str, ...] = ("advantages", "logprobs")
     defaults: Config = {}
     masked: tuple[str, ...] = ("advantages",)
