@@ -53,10 +53,11 @@ USES = {
         f"teacher on the command line {UNKNOWN}",
     ),
     "sft": ("seed=0", f"data in configs/sft.yaml {UNKNOWN}"),
+    "tinker": ("seed=0", f"tinker in configs/tinker.yaml {UNKNOWN}"),
 }
 """Settings that use an extension, and their refusal, for each of asyncrl's own."""
-USED_IN = {"sft": "configs/sft.yaml"}
-"""Its config, unless it is QUICKSTART."""
+USED_IN = {"sft": "configs/sft.yaml", "tinker": "configs/tinker.yaml"}
+"""Their configs, unless it is QUICKSTART."""
 MAY_NAME: dict[str, dict[str, str]] = {
     "openenv": {},
     "ray": {

@@ -22,11 +22,11 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.base.errors import ErrorBody
 from asyncrl.base.http import CallLost, CallRefused
-from asyncrl.extensions.tinker import training as module
+from asyncrl.extensions.tinker import training_queue as module
 from asyncrl.extensions.tinker.ledger import Ledger, Model, Request
-from asyncrl.extensions.tinker.staleness import AgeRule, Bound
+from asyncrl.extensions.tinker.token_ages import AgeRule, Bound
 from asyncrl.extensions.tinker.trainer_calls import ExportedAdapter, OpenedAdapter
-from asyncrl.extensions.tinker.training import Training
+from asyncrl.extensions.tinker.training_queue import Training
 
 pytestmark = [pytest.mark.extras, pytest.mark.extension("tinker")]
 MODEL = "s:train:0"

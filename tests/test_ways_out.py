@@ -35,6 +35,7 @@ RUN: dict[str, Any] = {
     "task": {"files": ["data.jsonl"], "reward": "my:reward"},
 }
 SFT: dict[str, Any] = {"model": {"path": "some/model"}, "data": {"files": ["a.jsonl"]}}
+TINKER: dict[str, Any] = {"model": {"path": "some/model"}, "tinker": {}}
 WORDS = {
     "HERE": "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000']",
     "TAUGHT": "teacher.path=a/b algorithm.distill_weight=1",
@@ -50,8 +51,8 @@ WORDS = {
     "COLOCATED": "placement.rollout=trainer buffer.max_staleness=0",
 }
 REFUSED = (ROOT / "tests/refused_configs.txt").read_text(encoding="utf-8").splitlines()
-"""MISTAKE -> words of the refusal => WAY | WAY. A mistake may begin with SFT, or with the
-devices of a machine. Ways are written here where the text gives a rule, not a value; `-a.b`
+"""MISTAKE -> words of the refusal => WAY | WAY. A mistake may begin with SFT or TINKER, or
+with the devices of a machine. Ways are written here where the text gives a rule, not a value; `-a.b`
 removes a setting. All other ways are read from the printed text.
 """
 TAKEN = (
@@ -82,8 +83,9 @@ NOT_PROVOKED = {
 
 def typed_of(mistake: str) -> Typed:
     file = RUN
-    if mistake.startswith("SFT "):
-        mistake, file = mistake.removeprefix("SFT "), SFT
+    for word, other in (("SFT ", SFT), ("TINKER ", TINKER)):
+        if mistake.startswith(word):
+            mistake, file = mistake.removeprefix(word), other
     devices = re.match(r"\d+x\S+(?= )", mistake)
     mistake = mistake.removeprefix(devices[0]).strip() if devices else mistake
     for word, meant in WORDS.items():
@@ -117,7 +119,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=[pytest.mark.extension("sft")] * (line[:3] == "SFT"))
+        pytest.param(
+            line,
+            marks=[
+                pytest.mark.extension(word.lower())
+                for word in ("SFT", "TINKER")
+                if line.startswith(word)
+            ],
+        )
         for line in REFUSED
     ],
 )
@@ -158,7 +167,12 @@ def _runs(_folder: None) -> None:
     """A run of an older version, and configs."""
     with tarfile.open(ROOT / "tests/older_runs/0.1.0.tar.xz") as archive:
         archive.extractall("old/run", filter="data")
-    for name, values in {"mine/config": CONFIG, "run": CONFIG, "sft": SFT}.items():
+    for name, values in {
+        "mine/config": CONFIG,
+        "run": CONFIG,
+        "sft": SFT,
+        "tinker": TINKER,
+    }.items():
         path = Path(f"{name}.yaml")
         path.parent.mkdir(exist_ok=True)
         path.write_text(yaml.safe_dump(values))

@@ -7,6 +7,6 @@ EXTENSION = Extension(
     page="docs/tinker.md",
     extra="tinker",
     jobs={"tinker": "asyncrl.extensions.tinker.tinker_config:TinkerConfig"},
-    commands={"serve tinker": "asyncrl.extensions.tinker.command:serve_tinker"},
-    engine_role="asyncrl.extensions.tinker.engines:engine_role",
+    commands={"serve tinker": "asyncrl.extensions.tinker.tinker_command:serve_tinker"},
+    engine_role="asyncrl.extensions.tinker.adapter_engines:engine_role",
 )

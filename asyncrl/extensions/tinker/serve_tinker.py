@@ -19,12 +19,12 @@ from asyncrl.config.load import load_job, name_of_config
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import Ledger
-from asyncrl.extensions.tinker.routes import Limits, Routes, Served
-from asyncrl.extensions.tinker.sampling import EngineAdapters, Sampling
-from asyncrl.extensions.tinker.staleness import AgeRule, Bound
 from asyncrl.extensions.tinker.tinker_config import TinkerConfig
+from asyncrl.extensions.tinker.tinker_routes import Limits, Routes, Served
+from asyncrl.extensions.tinker.tinker_sampling import EngineAdapters, Sampling
+from asyncrl.extensions.tinker.token_ages import AgeRule, Bound
 from asyncrl.extensions.tinker.trainer_calls import Part, TinkerTrainer
-from asyncrl.extensions.tinker.training import Training
+from asyncrl.extensions.tinker.training_queue import Training
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check.config_check import check_model, check_plan
 from asyncrl.job.lifecycle import Lifecycle, locked_run_dir, new_run_dir

@@ -107,7 +107,8 @@ class TinkerConfig(JobConfig):
 
     def conflicts(self) -> Iterator[str]:
         if self.rollout.engine != "embedded":
-            yield f"rollout.engine={self.rollout.engine} has no logprobs of prompts; set embedded"
+            kind = self.rollout.engine
+            yield f"rollout.engine={kind} has no logprobs of prompts; set rollout.engine=embedded"
         if self.trainer.world_size != 1:
             yield "a sharded trainer has one adapter; set trainer.world_size=1"
         for key in ("lora", "roles"):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.extensions.tinker.ledger import Ledger, Model, Sampled
-from asyncrl.extensions.tinker.requests import UserError
+from asyncrl.extensions.tinker.tinker_requests import UserError
 
 NOT_SAMPLED = -1
 UNKNOWN = -2

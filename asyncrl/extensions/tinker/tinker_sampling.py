@@ -23,7 +23,7 @@ from asyncrl.base.waits import Signal, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import Checkpoint, Ledger, Sampled
-from asyncrl.extensions.tinker.requests import SCALE, UserError
+from asyncrl.extensions.tinker.tinker_requests import SCALE, UserError
 from asyncrl.extensions.tinker.trainer_calls import Part
 from asyncrl.messages.engine_api import (
     MAX_TOP_LOGPROBS,

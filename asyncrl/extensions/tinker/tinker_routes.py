@@ -26,16 +26,16 @@ from tinker.proto import tinker_public_pb2 as pb
 from asyncrl.base.waits import clock
 from asyncrl.extensions.tinker import ledger as rows
 from asyncrl.extensions.tinker.ledger import Ledger, changed
-from asyncrl.extensions.tinker.requests import (
+from asyncrl.extensions.tinker.tinker_requests import (
     UserError,
     check_ttl,
     checkpoint_of,
     read,
     read_object,
 )
-from asyncrl.extensions.tinker.sampling import Sampling, inflight_name
+from asyncrl.extensions.tinker.tinker_sampling import Sampling, inflight_name
 from asyncrl.extensions.tinker.trainer_calls import Part
-from asyncrl.extensions.tinker.training import (
+from asyncrl.extensions.tinker.training_queue import (
     HIDDEN,
     SAMPLER_WEIGHTS,
     WEIGHTS,

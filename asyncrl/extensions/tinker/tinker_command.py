@@ -39,7 +39,7 @@ def serve_tinker(
 
     For example:
       asyncrl serve tinker configs/tinker.yaml --key ann=tml-secret-1 --key bob=tml-secret-2
-      asyncrl serve tinker configs/tinker.yaml model.path=Qwen/Qwen3-0.6B tinker.port=8000
+      asyncrl serve tinker configs/tinker.yaml model.scratch=none model.path=Qwen/Qwen3-0.6B
     """
     from asyncrl.extensions.tinker.serve_tinker import serve
 

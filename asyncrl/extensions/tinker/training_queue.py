@@ -31,14 +31,14 @@ from asyncrl.extensions.tinker.ledger import (
     Sampler,
     changed,
 )
-from asyncrl.extensions.tinker.requests import (
+from asyncrl.extensions.tinker.tinker_requests import (
     UserError,
     check_name,
     check_ttl,
     checkpoint_of,
     read,
 )
-from asyncrl.extensions.tinker.staleness import AgeRule, Ages
+from asyncrl.extensions.tinker.token_ages import AgeRule, Ages
 from asyncrl.extensions.tinker.trainer_calls import AdamParams, TinkerTrainer
 
 log = logging.getLogger("asyncrl.tinker")
