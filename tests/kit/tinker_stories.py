@@ -309,6 +309,11 @@ def story_failed_part_takes_the_step_with_it(server: Server) -> None:
         assert before.metrics == whole.result().metrics
 
 
+def ask(url: str, key: str) -> object:
+    rest = tinker.RestClient(base_url=url, api_key=key)
+    return rest.get_server_capabilities().result()
+
+
 def story_keys_reach_their_own_only(server: Server) -> None:
     with server.client() as ann, server.client("bob") as bob:
         training = trained(ann)
@@ -326,10 +331,8 @@ def story_keys_reach_their_own_only(server: Server) -> None:
         own = tinker.RestClient(base_url=server.url, api_key=KEYS["ann"])
         own.publish_checkpoint_from_tinker_path(path).result()
         bob.create_sampling_client(model_path=path).result()
-    wrong = tinker.RestClient(base_url=server.url, api_key="tml-wrong")
-    asked = wrong.get_server_capabilities()
     with pytest.raises(tinker.AuthenticationError):
-        asked.result()
+        ask(server.url, "tml-wrong")
 
 
 def story_state_goes_on_where_it_was_saved(server: Server) -> None:

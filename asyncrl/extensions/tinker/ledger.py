@@ -162,9 +162,7 @@ JSON_COLUMNS = ("tags", "user_metadata", "parts", "spans", "masked", "weights")
 
 
 class Ledger:
-    """One thread reads and writes. Once put() or change() returns, a kill loses
-    nothing.
-    """
+    """One thread reads and writes. Once put() returns, a kill loses nothing."""
 
     def __init__(self, path: Path) -> None:
         """Open or make the file. Raises ConfigError for another format, OSError."""
@@ -195,17 +193,6 @@ class Ledger:
     async def _on_thread(self, work: Any, *given: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, work, *given)
-
-    async def note(self, name: str, value: str) -> str:
-        """Return the note of this name, which is `value` if there was none."""
-
-        def work() -> str:
-            run = self._connection.execute
-            run("INSERT OR IGNORE INTO notes VALUES (?, ?)", (name, value))
-            query = "SELECT value FROM notes WHERE name = ?"
-            return str(run(query, (name,)).fetchone()[0])
-
-        return str(await self._on_thread(work))
 
     async def put(self, *rows: Any) -> None:
         """Write rows, in place of those with the same keys, all or none."""

@@ -33,7 +33,12 @@ from asyncrl.extensions.tinker.tinker_requests import (
     read,
     read_object,
 )
-from asyncrl.extensions.tinker.tinker_sampling import Sampling, inflight_name
+from asyncrl.extensions.tinker.tinker_sampling import (
+    SampleFuture,
+    SamplePlan,
+    Sampling,
+    inflight_name,
+)
 from asyncrl.extensions.tinker.trainer_calls import Part
 from asyncrl.extensions.tinker.training_queue import (
     HIDDEN,
@@ -267,6 +272,7 @@ class Routes:
                 if one.expires_s is not None and one.expires_s < time.time():
                     await self._training.remove(one)
             await self._ledger.tidy()
+            self._sampling.tidy()
 
     # ---- models
 
@@ -407,7 +413,7 @@ class Routes:
                 async with asyncio.timeout(POLL_S):
                     await future.done.wait_for(lambda: future.answer is not None)
             except TimeoutError:
-                num = self._sampling.num_open(future.owner)
+                num = self._sampling.num_open[future.owner]
                 return _pending(
                     request_id, f"{num} samples of this key are queued or running"
                 )
@@ -459,15 +465,24 @@ class Routes:
         else:
             self._served.check(asked.base_model or "")
             sampler = rows.Sampler("", "", owner)
-        if self._sampling.num_open(owner) >= self._limits.max_futures:
-            raise UserError(
-                f"{self._limits.max_futures} samples of this key are open", 429
-            )
-        weights, name = self._weights_of(sampler), ""
-        if sampler.inflight:
-            name = inflight_name(sampler.inflight)
-        request_id, ids = self._sampling.submit(asked, owner, sampler.id, weights, name)
-        return {"request_id": request_id, "sample_sequence_ids": ids}
+        # A repeated request gets the first one's answer.
+        request_id = f"sample-{secrets.token_hex(12)}"
+        if asked.sampling_session_id is not None and asked.seq_id is not None:
+            request_id = f"{sampler.id}:{asked.seq_id}"
+        future = self._sampling.futures.get(request_id)
+        if future is None:
+            if self._sampling.num_open[owner] >= self._limits.max_futures:
+                num = self._limits.max_futures
+                raise UserError(f"{num} samples of this key are open", 429)
+            name = inflight_name(sampler.inflight) if sampler.inflight else ""
+            plan = SamplePlan(asked, self._sampling.max_length)
+            # Of this process: a restarted server's record must not mix two answers.
+            first = f"{request_id}/{secrets.token_hex(4)}"
+            ids = [f"{first}-{index}" for index in range(asked.num_samples)]
+            weights = self._weights_of(sampler)
+            future = SampleFuture(owner, plan, ids, weights, name)
+            self._sampling.submit(request_id, future)
+        return {"request_id": request_id, "sample_sequence_ids": [*future.ids]}
 
     def _weights_of(
         self, sampler: rows.Sampler

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import secrets
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,7 +25,12 @@ from asyncrl.base.errors import AdapterMissing, EngineLost, RequestRefused
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.extensions.tinker.ledger import Checkpoint, Ledger, Sampled
+from asyncrl.extensions.tinker.ledger import (
+    ANSWER_S,
+    Checkpoint,
+    Ledger,
+    Sampled,
+)
 from asyncrl.extensions.tinker.tinker_requests import SCALE, UserError
 from asyncrl.extensions.tinker.trainer_calls import Part
 from asyncrl.messages.engine_api import (
@@ -158,12 +166,19 @@ class EngineAdapters:
 
 @dataclass(eq=False)
 class SampleFuture:
-    """`answer`: None until it is there. `form`: proto or error."""
+    """A sampling request. `ids`: of the sequences. `weights`: of its sampler at any time.
+    `adapter`: the name for these, if they follow newer ones. `answer`: None until it is
+    there; `form`: proto or error.
+    """
 
     owner: str
-    sampler_id: str
+    plan: SamplePlan
+    ids: Sequence[str]
+    weights: Callable[[], Checkpoint | None]
+    adapter: str
     answer: bytes | None = None
     form: str = ""
+    answered_s: float = math.inf
     task: asyncio.Task[None] | None = None
     done: Signal = field(default_factory=Signal)
 
@@ -182,51 +197,34 @@ class Sampling:
         max_length: int,
     ) -> None:
         self.futures = dict[str, SampleFuture]()
-        self.adapters = adapters
+        self.num_open = Counter[str]()
+        """Requests without an answer, by owner."""
+        self.max_length = max_length
+        self._adapters = adapters
         self._pool = pool
         self._ledger = ledger
         self._spawn = spawn
-        self._max_length = max_length
 
-    def submit(
-        self,
-        asked: Any,
-        owner: str,
-        sampler_id: str,
-        weights: Callable[[], Checkpoint | None],
-        name: str,
-    ) -> tuple[str, list[str]]:
-        """Start a request; return its id and those of the sequences. `weights`: of the
-        sampler now. Raises UserError.
-        """
-        plan = SamplePlan(asked, self._max_length)
-        request_id = f"sample-{secrets.token_hex(12)}"
-        ids = [f"{request_id}-{index}" for index in range(asked.num_samples)]
-        future = self.futures[request_id] = SampleFuture(owner, sampler_id)
-        work = self._answer(future, plan, ids, weights, name)
+    def submit(self, request_id: str, future: SampleFuture) -> None:
+        self.futures[request_id] = future
+        self.num_open[future.owner] += 1
+        work = self._run(future)
         future.task = self._spawn(work, name=f"sample {request_id}")
-        return request_id, ids
-
-    def num_open(self, owner: str) -> int:
-        return sum(
-            one.owner == owner and one.answer is None for one in self.futures.values()
-        )
 
     def cancel(self, request_id: str) -> None:
         future = self.futures.pop(request_id, None)
         if future is not None and future.task is not None:
             future.task.cancel()
 
-    async def _answer(
-        self,
-        future: SampleFuture,
-        plan: SamplePlan,
-        ids: Sequence[str],
-        weights: Callable[[], Checkpoint | None],
-        name: str,
-    ) -> None:
+    def tidy(self) -> None:
+        """Forget answers that are old."""
+        for request_id, future in [*self.futures.items()]:
+            if future.answered_s < time.time() - ANSWER_S:
+                del self.futures[request_id]
+
+    async def _run(self, future: SampleFuture) -> None:
         try:
-            future.answer = await self._sample(future.owner, plan, ids, weights, name)
+            future.answer = await self._sample(future)
             future.form = "proto"
         except (RequestRefused, UserError) as error:
             text = error.why if isinstance(error, RequestRefused) else str(error)
@@ -236,36 +234,27 @@ class Sampling:
             log.exception("a sampling request failed")
             future.form, future.answer = "error", _error(str(error), "server")
         finally:
+            self.num_open[future.owner] -= 1
+            future.answered_s = time.time()
             future.done.notify()
 
-    async def _sample(
-        self,
-        owner: str,
-        plan: SamplePlan,
-        ids: Sequence[str],
-        weights: Callable[[], Checkpoint | None],
-        name: str,
-    ) -> bytes:
+    async def _sample(self, future: SampleFuture) -> bytes:
         while True:
-            known = weights()
+            known = future.weights()
             try:
-                async with self.adapters.use(known, name) as adapter:
-                    return await self._sample_with(owner, plan, ids, known, adapter)
+                async with self._adapters.use(known, future.adapter) as adapter:
+                    return await self._sample_with(future, known, adapter)
             # Of an engine that was started again: the next try loads its adapter.
             except AdapterMissing:
                 continue
 
     async def _sample_with(
-        self,
-        owner: str,
-        plan: SamplePlan,
-        ids: Sequence[str],
-        weights: Checkpoint | None,
-        adapter: str,
+        self, future: SampleFuture, weights: Checkpoint | None, adapter: str
     ) -> bytes:
+        plan = future.plan
         requests = [
             plan.sampling_request(index, name, adapter)
-            for index, name in enumerate(ids)
+            for index, name in enumerate(future.ids)
         ]
         completions, scores = await asyncio.gather(
             asyncio.gather(*map(self._pool.generate, requests)),
@@ -273,10 +262,10 @@ class Sampling:
         )
         made = pb.SampleResponse()
         model_id = "" if weights is None else weights.model_id
-        for name, completion in zip(ids, completions, strict=True):
+        for name, completion in zip(future.ids, completions, strict=True):
             plan.add_sequence(made, completion)
             spans = [list(span[:3]) for span in completion.sampled.spans]
-            self._ledger.put_soon(Sampled(name, owner, model_id, spans))
+            self._ledger.put_soon(Sampled(name, future.owner, model_id, spans))
         for one in scores:
             plan.add_scores(made, one)
         if plan.is_first_only:

@@ -223,12 +223,24 @@ class Training:
         return f"{num} training requests are queued or running"
 
     async def end(self, model_id: str) -> None:
-        """Drop a model from the trainer. Its checkpoints stay."""
+        """Drop a model from the trainer, and files that only its session used. Its
+        checkpoints stay.
+        """
         run = self.runs.pop(model_id)
         self.changed.notify()
         await self._close(run)
-        if run.row.state_file:
-            (self._folder / run.row.state_file).unlink(missing_ok=True)
+        kept = set[str]()
+        for made in await self._ledger.find(Checkpoint, model_id=model_id):
+            if made.name.startswith(HIDDEN):
+                await self.remove(made)
+            else:
+                kept |= {made.file, made.sampler_file}
+        used = [run.row.state_file]
+        for kind in (WEIGHTS, SAMPLER_WEIGHTS):
+            files = self._folder.glob(f"{kind}/{_folder_of(model_id)}/*")
+            used += [str(file.relative_to(self._folder)) for file in files]
+        for name in {*used} - kept - {""}:
+            (self._folder / name).unlink(missing_ok=True)
 
     async def _close(self, run: Run) -> None:
         """Drop the trainer's state of a run, which the ledger can make again."""
@@ -525,7 +537,7 @@ class Training:
         found = None if overwrite else await self._ledger.first(Checkpoint, **known)
         if found is not None:
             raise UserError(f"the checkpoint {kind}/{name} exists; set overwrite=True")
-        folder = self._folder / kind / row.id.replace(":", "-")
+        folder = self._folder / kind / _folder_of(row.id)
         folder.mkdir(exist_ok=True)
         # Another save of this name gets another file: samplers may use the old one.
         file = f"{kind}/{folder.name}/{name}-{row.next_seq}.safetensors"
@@ -547,6 +559,10 @@ class Training:
             user_metadata=asked.user_metadata,
             expires_s=None if ttl_s is None else time.time() + ttl_s,
         )
+
+
+def _folder_of(model_id: str) -> str:
+    return model_id.replace(":", "-")
 
 
 def _adam(request: Request) -> AdamParams:
