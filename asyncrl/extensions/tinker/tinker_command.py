@@ -32,7 +32,7 @@ def serve_tinker(
     ] = None,
 ) -> None:
     """Serve a model to clients of the Tinker API, until Ctrl-C: they train adapters and
-    sample from them, each with the results that it would get alone.
+    sample from them, each with the results of a server of its own.
 
     Prints the base URL and the keys. Nothing that the server has accepted is lost or done
     twice if it is killed and started again with the same --run-dir.

@@ -34,7 +34,7 @@ class ServerConfig(FrozenConfig):
     first is the name in answers.
     """
     max_staleness: NonNegativeInt | None = None
-    """Most steps since a token was sampled, for requests that give no bound of their own
+    """Most steps since a token was sampled, for requests without a bound
     (none = no bound).
     """
     on_overdue: Literal["mask", "refuse"] = "mask"
@@ -96,7 +96,7 @@ class TinkerConfig(JobConfig):
         shared: dict[str, Any] = {
             name: value for name, value in self if name not in ("tinker", "checkpoint")
         }
-        # Not an adapter of anybody: it tells trainer and engines which layers may have one.
+        # Not a client's adapter: it names the layers that trainer and engines may adapt.
         lora = LoraConfig(rank=1, alpha=1, targets="all")
         shared["trainer"] = self.trainer.model_copy(update={"lora": lora})
         return ServedRun(**shared, max_sampled=self.tinker.max_sampled)

@@ -81,7 +81,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Served:
-    """The base model. `names`: what clients may call it."""
+    """The base model. `names`: its names in requests."""
 
     names: Sequence[str]
     folder: Path
@@ -260,7 +260,7 @@ class Routes:
                 await self._training.end(run.row.id)
 
     async def tidy(self) -> None:
-        """End silent sessions, delete what has expired, for ever."""
+        """End silent sessions, and delete expired files, for ever."""
         while True:
             await asyncio.sleep(SESSION_S / 20)
             for session_id, seen_s in [*self._seen_s.items()]:
@@ -371,8 +371,8 @@ class Routes:
         return await self._accept(owner, read(PLAIN[kind], body), kind, body)
 
     async def _accept(self, owner: str, asked: Any, kind: str, body: bytes) -> Any:
-        """Accept a training request. Once its model and number are known, every fault is
-        told by its future: the client never sends a refused number again.
+        """Accept a training request. Once its model and number are known, its future
+        reports every fault: the client never sends a refused number again.
         """
         model, seq = await self._model(owner, asked.model_id), asked.seq_id
         if not isinstance(seq, int) or not 0 < seq < 2**31:

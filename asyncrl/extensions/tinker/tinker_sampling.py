@@ -63,7 +63,7 @@ class EngineAdapters:
 
     Waits: a request for a free place, until other samplers' requests end; for engines to
         load a file.
-    Invariant: the weights of a snapshot's name never change, and those of an inflight name
+    Invariant: a snapshot's weights never change, and the weights of an inflight name
         only become newer.
     """
 
@@ -396,7 +396,7 @@ class SamplePlan:
 
     @property
     def is_first_only(self) -> bool:
-        """Whether prompt logprobs are asked for of one token, which has none."""
+        """Whether the request wants prompt logprobs of a single token: it has no context."""
         return bool(self._asked.prompt_logprobs) and len(self._ids) == 1
 
     def add_sequence(self, made: Any, completion: Completion) -> None:

@@ -97,7 +97,7 @@ class AgeRule:
 
     async def of(self, asked: Any, model: Model) -> Ages:
         """Return the ages of a ForwardBackwardRequest's tokens. Raises UserError for
-        tokens above the bound, or without a record where one is needed.
+        tokens above the bound, or without a record that is needed.
         """
         bound = Bound.of(asked, self._default)
         needs_record = asked.loss_fn == "stable_reinforce"

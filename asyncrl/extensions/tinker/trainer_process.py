@@ -208,7 +208,7 @@ def part_of(name: str, *, is_head: bool) -> api.Part:
 @contextmanager
 def own_gradient(trained: Trained) -> Iterator[Sequence[Tensor]]:
     """Yield weights without a gradient. Their new gradient is added to the old one at the
-    end; after an error only the old one is left.
+    end; after an error only the old one remains.
     """
     weights = [*trained.masters.named.values()]
     kept = [weight.grad for weight in weights]

@@ -59,7 +59,7 @@ INFLIGHT = f"{HIDDEN}inflight"
 
 
 class Result(NamedTuple):
-    """`rows`: what the ledger gets besides."""
+    """`rows`: more rows for the ledger."""
 
     form: str
     answer: bytes
@@ -301,7 +301,7 @@ class Training:
         self.changed.notify()
 
     def _next(self) -> Run | None:
-        """Return the run whose turn it is: of those that are ready the least served."""
+        """Return the run whose turn it is: of the ready runs the least served."""
         ready = [run for run in self.runs.values() if run.is_ready]
         if not ready or not self.trainer_is_up:
             return None
@@ -352,7 +352,7 @@ class Training:
         self.changed.notify()
 
     async def _keep(self, run: Run, request: Request) -> None:
-        """Write a state file if it is due. After a step no gradient is left, so it is the
+        """Write a state file if it is due. After a step there is no gradient, so it is the
         whole state.
         """
         run.num_since_kept += 1
