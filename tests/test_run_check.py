@@ -235,6 +235,8 @@ NOT_FOLLOWED = {
     "launch/cluster_file.py": "asyncrl launch: test_ways_out.py",
     "launch/plan.py": "a model of experts",
     "extensions/sft/demonstrations.py": "test_sft_data.py",
+    "extensions/tinker/serve_tinker.py": "asyncrl serve tinker, which would not end",
+    "extensions/tinker/trainer_process.py": "a request of a client",
     "trainer/model/build_model.py": "the trainer's device",
     "models/low_rank.py": "a model without linear layers",
     "trainer/model/model_folder.py": "a quantised model",

@@ -27,7 +27,8 @@ NEEDS_PACKAGE = {
 }
 """Examples of agent frameworks, which tests/test_frameworks.py and their own tests run."""
 NEEDS_PERSON = {
-    "examples/thumbs.yaml": "people post its rewards (tests/test_late_rewards.py)"
+    "configs/tinker.yaml": "clients send its work (tests/test_tinker_server.py)",
+    "examples/thumbs.yaml": "people post its rewards (tests/test_late_rewards.py)",
 }
 BEFORE = {
     "configs/distill.yaml": ("configs/quickstart.yaml", "teacher.path"),
@@ -97,7 +98,7 @@ FITTING = [
 ]
 
 
-@pytest.mark.extension("scoring", "sft", "vllm")
+@pytest.mark.extension("scoring", "sft", "tinker", "vllm")
 def test_each_config_that_is_left_out_has_its_reason() -> None:
     left_out = {*NEEDS_PACKAGE, *NEEDS_PERSON, *BEFORE}
     assert {name for name in left_out if not missing_for(name)} <= {*CONFIGS}

@@ -56,6 +56,12 @@ NEEDED = {
         "docs/colocation.md",
         "docs/rewards.md",
     ],
+    "tinker": [
+        "configs/tinker.yaml",
+        "docs/results/README.md",
+        "docs/tinker.md",
+        "README.md",
+    ],
     "sft": [
         "configs/sft.yaml",
         "docs/sft.md",

@@ -27,7 +27,7 @@ SEQUENCE_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Session:
+class ClientSession:
     """`owner`: the name of the key."""
 
     id: str
@@ -80,7 +80,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedWeights:
     """`kind`: weights (with optimizer) or sampler_weights. `file`: within the run
     directory. `digest` and the numbers after it are of `sampler_file`, as engines check
     them.
@@ -119,7 +119,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Sampler:
-    """`weights`: a Checkpoint's values, which a newer one of the same name does not change;
+    """`weights`: a SavedWeights's values, which a newer one of the same name does not change;
     None: the base model. With `inflight`, a model's id, they are the model's newest
     inflight weights instead.
     """
@@ -132,12 +132,12 @@ class Sampler:
     inflight: str = ""
 
     @property
-    def checkpoint(self) -> Checkpoint | None:
-        return None if self.weights is None else Checkpoint(**self.weights)
+    def checkpoint(self) -> SavedWeights | None:
+        return None if self.weights is None else SavedWeights(**self.weights)
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleRecord:
     """A sampled sequence. `spans`: [start, end, version] of its tokens, by the weights of
     `model_id` ("": the base model).
     """
@@ -150,12 +150,12 @@ class Sampled:
 
 
 KEYS = {
-    Session: ("id",),
+    ClientSession: ("id",),
     Model: ("id",),
     Request: ("model_id", "seq"),
-    Checkpoint: ("model_id", "kind", "name"),
+    SavedWeights: ("model_id", "kind", "name"),
     Sampler: ("id",),
-    Sampled: ("id",),
+    SampleRecord: ("id",),
 }
 """The tables and their keys. Lists and mappings are columns of JSON."""
 JSON_COLUMNS = ("tags", "user_metadata", "parts", "spans", "masked", "weights")
@@ -264,7 +264,7 @@ class Ledger:
                 f"UPDATE Request SET body = x'' WHERE seq <= {kept} AND accepted_s < ?",
                 now_s,
             ),
-            ("DELETE FROM Sampled WHERE used_s < ?", now_s - SEQUENCE_S),
+            ("DELETE FROM SampleRecord WHERE used_s < ?", now_s - SEQUENCE_S),
         ):
             await self._on_thread(self._connection_run, command, [value])
 

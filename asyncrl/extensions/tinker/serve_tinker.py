@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,18 +20,16 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import Ledger
 from asyncrl.extensions.tinker.tinker_config import TinkerConfig
-from asyncrl.extensions.tinker.tinker_routes import Limits, Routes, Served
+from asyncrl.extensions.tinker.tinker_routes import KeyLimits, Routes, Served
 from asyncrl.extensions.tinker.tinker_sampling import EngineAdapters, Sampling
 from asyncrl.extensions.tinker.token_ages import AgeRule, Bound
 from asyncrl.extensions.tinker.trainer_calls import Part, TinkerTrainer
 from asyncrl.extensions.tinker.training_queue import Training
 from asyncrl.job.build import prepare_model
-from asyncrl.job.check.config_check import check_model, check_plan
 from asyncrl.job.lifecycle import Lifecycle, locked_run_dir, new_run_dir
 from asyncrl.job.servers import ServerFactory, as_engine
 from asyncrl.launch.fork_server import serving
 from asyncrl.launch.launchers import opened
-from asyncrl.launch.machine import Node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
@@ -44,14 +42,6 @@ MAX_CONNECTIONS = 4096
 IDLE_S = 75.0
 """An idle connection is closed after this time: the client's pool keeps them for 60 s."""
 PARTS: Sequence[Part] = ("attn", "mlp", "unembed")
-
-
-def check_tinker(config: TinkerConfig, nodes: Sequence[Node]) -> Iterator[str]:
-    """Yield the lines of `asyncrl check`. Raises ConfigError."""
-    run, resolved = resolve_auto(config.as_run(), nodes)
-    lines, _ = check_model(run, nodes)
-    yield from (*lines, *resolved)
-    yield from check_plan(run, nodes)
 
 
 def serve(
@@ -128,7 +118,7 @@ async def _live(
     served = Served(
         config.names, model_path, architecture, length, config.tinker.max_rank
     )
-    limits = Limits(config.tinker.max_adapters, config.tinker.max_futures)
+    limits = KeyLimits(config.tinker.max_adapters, config.tinker.max_futures)
     routes = Routes(keys, served, limits, ledger, training, sampling)
     await routes.restore()
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from asyncrl.base.errors import needing
+
 
 def serve_tinker(
     config: Annotated[
@@ -41,6 +43,7 @@ def serve_tinker(
       asyncrl serve tinker configs/tinker.yaml --key ann=tml-secret-1 --key bob=tml-secret-2
       asyncrl serve tinker configs/tinker.yaml model.scratch=none model.path=Qwen/Qwen3-0.6B
     """
-    from asyncrl.extensions.tinker.serve_tinker import serve
+    with needing("tinker", "asyncrl serve tinker"):
+        from asyncrl.extensions.tinker.serve_tinker import serve
 
     raise SystemExit(serve(config, overrides or [], key or [], run_dir))

@@ -68,7 +68,7 @@ class TinkerConfig(JobConfig):
     command: ClassVar = "serve tinker"
     tag: ClassVar = "tinker"
     job: ClassVar = ""
-    check: ClassVar = "asyncrl.extensions.tinker.serve_tinker:check_tinker"
+    check: ClassVar = "asyncrl.extensions.tinker.tinker_check:check_tinker"
     steps_keys: ClassVar = ()
 
     seed: Seed = 0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.extensions.tinker.ledger import Checkpoint, Ledger
+from asyncrl.extensions.tinker.ledger import Ledger, SavedWeights
 
 Form = TypeVar("Form", bound=BaseModel)
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -81,16 +81,16 @@ def check_ttl(ttl_seconds: int | None) -> None:
         )
 
 
-async def checkpoint_of(ledger: Ledger, path: str, owner: str) -> Checkpoint:
+async def checkpoint_of(ledger: Ledger, path: str, owner: str) -> SavedWeights:
     """Return the checkpoint at a tinker:// path. Raises UserError."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3:
         raise UserError(f"{path!r} is not tinker://RUN/KIND/NAME")
     model_id, kind, name = parts
-    found = await ledger.first(Checkpoint, model_id=model_id, kind=kind, name=name)
+    found = await ledger.first(SavedWeights, model_id=model_id, kind=kind, name=name)
     is_over = found is not None and found.expires_s and found.expires_s < time.time()
     if found is None or is_over:
-        others = await ledger.find(Checkpoint, model_id=model_id, name=name)
+        others = await ledger.find(SavedWeights, model_id=model_id, name=name)
         hint = next(
             (f"; there is {one.path}" for one in others if one.owner == owner), ""
         )

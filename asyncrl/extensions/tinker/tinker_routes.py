@@ -72,7 +72,7 @@ NOT_SERVED = "this server has no {}; docs/tinker.md lists what it supports"
 
 
 @dataclass(frozen=True)
-class Limits:
+class KeyLimits:
     """Of one key."""
 
     max_adapters: int
@@ -104,7 +104,7 @@ class Routes:
         self,
         keys: Mapping[str, str],
         served: Served,
-        limits: Limits,
+        limits: KeyLimits,
         ledger: Ledger,
         training: Training,
         sampling: Sampling,
@@ -121,7 +121,9 @@ class Routes:
 
     async def restore(self) -> None:
         """Take up the sessions and models of an earlier process."""
-        open_ones = {one.id for one in await self._ledger.find(rows.Session, ended="")}
+        open_ones = {
+            one.id for one in await self._ledger.find(rows.ClientSession, ended="")
+        }
         self._seen_s = dict.fromkeys(open_ones, clock())
         models = await self._ledger.find(rows.Model)
         await self._training.restore(
@@ -212,7 +214,7 @@ class Routes:
 
     async def _create_session(self, owner: str, request: Request) -> Any:
         asked = read(types.CreateSessionRequest, await request.body())
-        made = rows.Session(
+        made = rows.ClientSession(
             secrets.token_hex(12),
             owner,
             list(asked.tags),
@@ -242,9 +244,9 @@ class Routes:
         await self._end(session, f"the client ended it: {reason}")
         return None
 
-    async def _session(self, owner: str, session_id: str) -> rows.Session:
+    async def _session(self, owner: str, session_id: str) -> rows.ClientSession:
         """Return an open session, which lives on from now. Raises UserError."""
-        found = await self._ledger.first(rows.Session, id=session_id)
+        found = await self._ledger.first(rows.ClientSession, id=session_id)
         if found is None or found.owner != owner:
             raise UserError(f"this key has no session {session_id!r}", 404)
         if found.ended:
@@ -252,7 +254,7 @@ class Routes:
         self._seen_s[session_id] = clock()
         return found
 
-    async def _end(self, session: rows.Session, why: str) -> None:
+    async def _end(self, session: rows.ClientSession, why: str) -> None:
         self._seen_s.pop(session.id, None)
         await self._ledger.put(changed(session, ended=why))
         for run in [*self._training.runs.values()]:
@@ -265,10 +267,10 @@ class Routes:
             await asyncio.sleep(SESSION_S / 20)
             for session_id, seen_s in [*self._seen_s.items()]:
                 if clock() - seen_s > SESSION_S:
-                    found = await self._ledger.first(rows.Session, id=session_id)
+                    found = await self._ledger.first(rows.ClientSession, id=session_id)
                     assert found is not None
                     await self._end(found, f"no heartbeat for {SESSION_S:g} s")
-            for one in await self._ledger.find(rows.Checkpoint):
+            for one in await self._ledger.find(rows.SavedWeights):
                 if one.expires_s is not None and one.expires_s < time.time():
                     await self._training.remove(one)
             await self._ledger.tidy()
@@ -486,7 +488,7 @@ class Routes:
 
     def _weights_of(
         self, sampler: rows.Sampler
-    ) -> Callable[[], rows.Checkpoint | None]:
+    ) -> Callable[[], rows.SavedWeights | None]:
         own = sampler.checkpoint
         if not sampler.inflight or own is None:
             return lambda: own
@@ -518,13 +520,13 @@ class Routes:
         }
 
     async def _sessions(self, owner: str, request: Request) -> Any:
-        found = await self._ledger.find(rows.Session, owner=owner)
+        found = await self._ledger.find(rows.ClientSession, owner=owner)
         shown, _ = _page([one.id for one in found], request)
         return {"sessions": shown}
 
     async def _session_info(self, owner: str, request: Request) -> Any:
         known = {"id": request.path_params["session_id"], "owner": owner}
-        found = await self._ledger.first(rows.Session, **known)
+        found = await self._ledger.first(rows.ClientSession, **known)
         if found is None:
             raise UserError(f"this key has no session {known['id']!r}", 404)
         models = await self._ledger.find(rows.Model, session_id=found.id)
@@ -553,7 +555,7 @@ class Routes:
         return found
 
     async def _run_body(self, model: rows.Model) -> dict[str, Any]:
-        made = await self._ledger.find(rows.Checkpoint, model_id=model.id)
+        made = await self._ledger.find(rows.SavedWeights, model_id=model.id)
         last = dict[str, Any]()
         for one in made:
             if not one.name.startswith(HIDDEN):
@@ -573,14 +575,14 @@ class Routes:
 
     async def _checkpoints_of_run(self, owner: str, request: Request) -> Any:
         model = await self._any_model(owner, request)
-        made = await self._ledger.find(rows.Checkpoint, model_id=model.id)
+        made = await self._ledger.find(rows.SavedWeights, model_id=model.id)
         shown = [
             _checkpoint_body(one) for one in made if not one.name.startswith(HIDDEN)
         ]
         return {"checkpoints": shown, "cursor": None}
 
     async def _checkpoints(self, owner: str, request: Request) -> Any:
-        made = await self._ledger.find(rows.Checkpoint, owner=owner)
+        made = await self._ledger.find(rows.SavedWeights, owner=owner)
         visible = [one for one in made if not one.name.startswith(HIDDEN)]
         shown, cursor = _page(visible[::-1], request)
         return {
@@ -588,7 +590,7 @@ class Routes:
             "cursor": cursor,
         }
 
-    async def _own_checkpoint(self, owner: str, request: Request) -> rows.Checkpoint:
+    async def _own_checkpoint(self, owner: str, request: Request) -> rows.SavedWeights:
         place = request.path_params
         path = f"tinker://{place['run_id']}/{place['kind']}/{place['name']}"
         found = await checkpoint_of(self._ledger, path, owner)
@@ -660,7 +662,7 @@ def _time(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).isoformat()
 
 
-def _checkpoint_body(one: rows.Checkpoint) -> dict[str, Any]:
+def _checkpoint_body(one: rows.SavedWeights) -> dict[str, Any]:
     return {
         "checkpoint_id": one.id,
         "checkpoint_type": KIND_OF[one.kind],

@@ -27,9 +27,9 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import (
     ANSWER_S,
-    Checkpoint,
     Ledger,
-    Sampled,
+    SampleRecord,
+    SavedWeights,
 )
 from asyncrl.extensions.tinker.tinker_requests import SCALE, UserError
 from asyncrl.extensions.tinker.trainer_calls import Part
@@ -91,7 +91,7 @@ class EngineAdapters:
 
     @contextlib.asynccontextmanager
     async def use(
-        self, weights: Checkpoint | None, name: str = ""
+        self, weights: SavedWeights | None, name: str = ""
     ) -> AsyncIterator[str]:
         """Yield the adapter of these weights, which stays until the block ends. `name`: of
         an adapter that follows newer weights.
@@ -115,13 +115,13 @@ class EngineAdapters:
                 del self._users[name]
             self._freed.notify()
 
-    async def renew(self, weights: Checkpoint) -> None:
+    async def renew(self, weights: SavedWeights) -> None:
         """Give newer inflight weights to the engines that hold older ones."""
         name = inflight_name(weights.model_id)
         if any(name in loaded for loaded in self._loaded.values()):
             await self.load(weights, name)
 
-    async def load(self, weights: Checkpoint, name: str) -> None:
+    async def load(self, weights: SavedWeights, name: str) -> None:
         """Load weights into all engines that lack them or have older ones. Raises
         EngineError.
         """
@@ -135,7 +135,9 @@ class EngineAdapters:
                 with contextlib.suppress(EngineLost):
                     await self._load(server, weights, name)
 
-    async def _load(self, server: EngineClient, weights: Checkpoint, name: str) -> None:
+    async def _load(
+        self, server: EngineClient, weights: SavedWeights, name: str
+    ) -> None:
         loaded = self._loaded[server.name]
         if name not in loaded:
             idle = [other for other in loaded if other not in self._users]
@@ -174,7 +176,7 @@ class SampleFuture:
     owner: str
     plan: SamplePlan
     ids: Sequence[str]
-    weights: Callable[[], Checkpoint | None]
+    weights: Callable[[], SavedWeights | None]
     adapter: str
     answer: bytes | None = None
     form: str = ""
@@ -249,7 +251,7 @@ class Sampling:
                 continue
 
     async def _sample_with(
-        self, future: SampleFuture, weights: Checkpoint | None, adapter: str
+        self, future: SampleFuture, weights: SavedWeights | None, adapter: str
     ) -> bytes:
         plan = future.plan
         requests = [
@@ -265,7 +267,7 @@ class Sampling:
         for name, completion in zip(future.ids, completions, strict=True):
             plan.add_sequence(made, completion)
             spans = [list(span[:3]) for span in completion.sampled.spans]
-            self._ledger.put_soon(Sampled(name, future.owner, model_id, spans))
+            self._ledger.put_soon(SampleRecord(name, future.owner, model_id, spans))
         for one in scores:
             plan.add_scores(made, one)
         if plan.is_first_only:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from asyncrl.extensions.tinker.ledger import Ledger, Model, Sampled
+from asyncrl.extensions.tinker.ledger import Ledger, Model, SampleRecord
 from asyncrl.extensions.tinker.tinker_requests import UserError
 
 NOT_SAMPLED = -1
@@ -142,12 +142,12 @@ class AgeRule:
         }
         known = dict[str, IntT]()
         for name in names:
-            found = await self._ledger.first(Sampled, id=name)
+            found = await self._ledger.first(SampleRecord, id=name)
             if found is None or found.owner != model.owner:
                 continue
             # Each use keeps the record for another day.
             self._ledger.put_soon(
-                Sampled(found.id, found.owner, found.model_id, found.spans)
+                SampleRecord(found.id, found.owner, found.model_id, found.spans)
             )
             if found.model_id in ("", model.id):
                 known[name] = _by_token(found.spans)

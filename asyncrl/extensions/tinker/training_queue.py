@@ -24,11 +24,11 @@ from tinker.proto import tinker_public_pb2 as pb
 from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.base.waits import Signal, clock, waiting
 from asyncrl.extensions.tinker.ledger import (
-    Checkpoint,
     Ledger,
     Model,
     Request,
     Sampler,
+    SavedWeights,
     changed,
 )
 from asyncrl.extensions.tinker.tinker_requests import (
@@ -77,7 +77,7 @@ class Result(NamedTuple):
 
 
 @dataclass(eq=False)
-class Run:
+class ModelQueue:
     """A model that is trained. `waiting`: its requests by number. `failed`: a
     forward_backward since the last step that failed. `ages`: of the tokens since then.
     `served`: tokens, for fair turns.
@@ -116,12 +116,12 @@ class Training:
         folder: Path,
         ages: AgeRule,
     ) -> None:
-        self.runs = dict[str, Run]()
+        self.runs = dict[str, ModelQueue]()
         self.changed = Signal()
         self.trainer_is_up = True
-        self.inflight = dict[str, Checkpoint]()
+        self.inflight = dict[str, SavedWeights]()
         """Newest inflight weights of each model."""
-        self.on_inflight: Callable[[Checkpoint], Awaitable[None]] | None = None
+        self.on_inflight: Callable[[SavedWeights], Awaitable[None]] | None = None
         """Give newer inflight weights to engines that serve older ones."""
         self.on_lost: Callable[[CallLost], None] = lambda _: None
         """Report a broken call of the trainer."""
@@ -129,7 +129,9 @@ class Training:
         self._trainer = trainer
         self._folder = folder
         self._ages = ages
-        self._kinds: Mapping[str, Callable[[Run, Request], Awaitable[Result]]] = {
+        self._kinds: Mapping[
+            str, Callable[[ModelQueue, Request], Awaitable[Result]]
+        ] = {
             "create_model": self._create,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
@@ -139,7 +141,7 @@ class Training:
             "load_weights": self._load_weights,
         }
         self._time = 0.0
-        """Tokens of the run that was served last, as `Run.served`."""
+        """Tokens of the run that was served last, as `ModelQueue.served`."""
         for name in (STATES, WEIGHTS, SAMPLER_WEIGHTS):
             (folder / name).mkdir(exist_ok=True)
 
@@ -148,18 +150,18 @@ class Training:
     async def restore(self, models: Sequence[Model]) -> None:
         """Take up the models of an earlier process."""
         for row in models:
-            run = self.runs[row.id] = Run(row)
+            run = self.runs[row.id] = ModelQueue(row)
             for request in await self._ledger.find(Request, model_id=row.id):
                 if request.answer is None:
                     run.waiting[request.seq] = request
-            for made in await self._ledger.find(Checkpoint, model_id=row.id):
+            for made in await self._ledger.find(SavedWeights, model_id=row.id):
                 if made.name.startswith(INFLIGHT):
                     self.inflight[row.id] = made
 
-    async def remove(self, checkpoint: Checkpoint) -> None:
+    async def remove(self, checkpoint: SavedWeights) -> None:
         """Delete a checkpoint. Samplers of it keep its file until their session ends."""
         known = {"model_id": checkpoint.model_id, "kind": checkpoint.kind}
-        await self._ledger.drop(Checkpoint, **known, name=checkpoint.name)
+        await self._ledger.drop(SavedWeights, **known, name=checkpoint.name)
         if checkpoint.kind == WEIGHTS:
             (self._folder / checkpoint.file).unlink(missing_ok=True)
 
@@ -183,7 +185,7 @@ class Training:
         await self._ledger.put(request, *filter(None, [model]))
         # Another try of the same request may have been first.
         if model is not None and request.model_id not in self.runs:
-            self.runs[request.model_id] = Run(model, served=self._time)
+            self.runs[request.model_id] = ModelQueue(model, served=self._time)
         run = self.runs[request.model_id]
         if request.seq >= run.row.next_seq:
             # A model that was idle gets no credit for it.
@@ -230,7 +232,7 @@ class Training:
         self.changed.notify()
         await self._close(run)
         kept = set[str]()
-        for made in await self._ledger.find(Checkpoint, model_id=model_id):
+        for made in await self._ledger.find(SavedWeights, model_id=model_id):
             if made.name.startswith(HIDDEN):
                 await self.remove(made)
             else:
@@ -242,7 +244,7 @@ class Training:
         for name in {*used} - kept - {""}:
             (self._folder / name).unlink(missing_ok=True)
 
-    async def _close(self, run: Run) -> None:
+    async def _close(self, run: ModelQueue) -> None:
         """Drop the trainer's state of a run, which the ledger can make again."""
         if run.is_open and self.trainer_is_up:
             run.is_open = False
@@ -261,7 +263,7 @@ class Training:
     # ---- the worker
 
     async def serve(self) -> None:
-        """Run requests for ever."""
+        """ModelQueue requests for ever."""
         while True:
             run = self._next()
             if run is None:
@@ -284,7 +286,7 @@ class Training:
                 elif clock() - run.hole_s >= HOLE_S:
                     await self._give_up(run)
 
-    async def _give_up(self, run: Run) -> None:
+    async def _give_up(self, run: ModelQueue) -> None:
         missing = run.row.next_seq
         text = (
             f"request {missing} of this model never came, and requests run in the order of their "
@@ -300,14 +302,14 @@ class Training:
         run.waiting.clear()
         self.changed.notify()
 
-    def _next(self) -> Run | None:
+    def _next(self) -> ModelQueue | None:
         """Return the run whose turn it is: of the ready runs the least served."""
         ready = [run for run in self.runs.values() if run.is_ready]
         if not ready or not self.trainer_is_up:
             return None
         return min(ready, key=lambda run: run.served)
 
-    async def _result(self, run: Run, request: Request) -> Result:
+    async def _result(self, run: ModelQueue, request: Request) -> Result:
         while True:
             try:
                 await self._open(run)
@@ -331,7 +333,7 @@ class Training:
                 await self._close(run)
                 return Result.error(f"{type(error).__name__}: {error}", "server")
 
-    async def _finish(self, run: Run, request: Request, result: Result) -> None:
+    async def _finish(self, run: ModelQueue, request: Request, result: Result) -> None:
         """Write the answer and the run's new state, all at once."""
         run.row = changed(run.row, next_seq=request.seq + 1, used_s=time.time())
         old_file = run.row.state_file
@@ -351,7 +353,7 @@ class Training:
         self._time = max(self._time, run.served)
         self.changed.notify()
 
-    async def _keep(self, run: Run, request: Request) -> None:
+    async def _keep(self, run: ModelQueue, request: Request) -> None:
         """Write a state file if it is due. After a step there is no gradient, so it is the
         whole state.
         """
@@ -368,7 +370,7 @@ class Training:
         run.row = changed(run.row, kept_seq=request.seq, state_file=file)
         run.num_since_kept = run.bytes_since_kept = 0
 
-    async def _open(self, run: Run) -> None:
+    async def _open(self, run: ModelQueue) -> None:
         """Give the trainer the state that all answered requests have made."""
         row = run.row
         if run.is_open or not row.next_seq:
@@ -387,7 +389,7 @@ class Training:
             await self._close(run)
             raise
 
-    async def _repeat(self, run: Run, request: Request) -> None:
+    async def _repeat(self, run: ModelQueue, request: Request) -> None:
         name, is_error = run.row.id, request.form == "error"
         if request.kind == "forward_backward":
             if is_error:
@@ -404,14 +406,14 @@ class Training:
 
     # ---- kinds of requests
 
-    async def _create(self, run: Run, request: Request) -> Result:
+    async def _create(self, run: ModelQueue, request: Request) -> Result:
         row = run.row
         opened = await self._trainer.open(row.id, row.rank, row.seed, row.parts)
         assert opened.targets
         run.is_open = True
         return Result.of({"type": "create_model", "model_id": row.id})
 
-    async def _forward_backward(self, run: Run, request: Request) -> Result:
+    async def _forward_backward(self, run: ModelQueue, request: Request) -> Result:
         asked = pb.ForwardBackwardRequest.FromString(request.body)
         try:
             ages = await self._ages.of(asked, run.row)
@@ -436,7 +438,7 @@ class Training:
             body = answer.SerializeToString()
         return Result("proto", body, masked=ages.masked)
 
-    async def _optim_step(self, run: Run, request: Request) -> Result:
+    async def _optim_step(self, run: ModelQueue, request: Request) -> Result:
         failed, ages = run.failed, run.ages
         run.failed, run.ages = None, Ages()
         if failed is not None:
@@ -456,7 +458,7 @@ class Training:
         run.row = changed(run.row, version=run.row.version + 1)
         return Result.of({"metrics": {**metrics, **ages.metrics}})
 
-    async def _save_weights(self, run: Run, request: Request) -> Result:
+    async def _save_weights(self, run: ModelQueue, request: Request) -> Result:
         asked = read(types.SaveWeightsRequest, request.body)
         known = await self._checkpoint(
             run, WEIGHTS, asked, name=asked.path, overwrite=asked.overwrite
@@ -465,7 +467,7 @@ class Training:
         made = await self._exported(run, known, asked)
         return Result.of({"type": "save_weights", "path": made.path}, made)
 
-    async def _save_for_sampler(self, run: Run, request: Request) -> Result:
+    async def _save_for_sampler(self, run: ModelQueue, request: Request) -> Result:
         asked = read(types.SaveWeightsForSamplerRequest, request.body)
         hidden = f"{HIDDEN}{asked.kind}-{request.seq}"
         known = await self._checkpoint(
@@ -492,12 +494,12 @@ class Training:
         body = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
         return Result.of(body, made, sampler)
 
-    async def _save_external(self, run: Run, request: Request) -> Result:
+    async def _save_external(self, run: ModelQueue, request: Request) -> Result:
         raise UserError(
             "external weights are not supported; use save_weights_for_sampler, and copy the file"
         )
 
-    async def _load_weights(self, run: Run, request: Request) -> Result:
+    async def _load_weights(self, run: ModelQueue, request: Request) -> Result:
         asked = read(types.LoadWeightsRequest, request.body)
         row = run.row
         found = await checkpoint_of(self._ledger, asked.path, row.owner)
@@ -521,31 +523,33 @@ class Training:
 
     async def _checkpoint(
         self,
-        run: Run,
+        run: ModelQueue,
         kind: str,
         asked: Any,
         *,
         name: str | None,
         overwrite: bool = True,
-    ) -> Checkpoint:
+    ) -> SavedWeights:
         """Return the row of a checkpoint that is to be written. Raises UserError."""
         row = run.row
         name = name or f"step-{row.version}"
         check_name(asked.path)
         check_ttl(asked.ttl_seconds)
         known = {"model_id": row.id, "kind": kind, "name": name}
-        found = None if overwrite else await self._ledger.first(Checkpoint, **known)
+        found = None if overwrite else await self._ledger.first(SavedWeights, **known)
         if found is not None:
             raise UserError(f"the checkpoint {kind}/{name} exists; set overwrite=True")
         folder = self._folder / kind / _folder_of(row.id)
         folder.mkdir(exist_ok=True)
         # Another save of this name gets another file: samplers may use the old one.
         file = f"{kind}/{folder.name}/{name}-{row.next_seq}.safetensors"
-        return Checkpoint(
+        return SavedWeights(
             row.id, kind, name, row.owner, row.rank, row.parts, row.version, file
         )
 
-    async def _exported(self, run: Run, known: Checkpoint, asked: Any) -> Checkpoint:
+    async def _exported(
+        self, run: ModelQueue, known: SavedWeights, asked: Any
+    ) -> SavedWeights:
         """Write the file that engines read, and return the whole row."""
         path = self._folder / known.sampler_file
         exported = await self._trainer.export(run.row.id, path)
