@@ -249,6 +249,12 @@ class Ledger:
     def _connection_run(self, command: str, values: Sequence[Any]) -> None:
         self._connection.execute(command, values)
 
+    def note_read(self, model_id: str, seq: int) -> None:
+        """Note that an answer was read, without waiting."""
+        command = "UPDATE Request SET read_s = ? WHERE model_id = ? AND seq = ?"
+        values = [time.time(), model_id, seq]
+        self._thread.submit(self._connection_run, command, values)
+
     async def tidy(self) -> None:
         """Forget old answers that were read, bodies that no repetition needs, and old
         sequences.

@@ -91,6 +91,8 @@ class ModelQueue:
     num_since_kept: int = 0
     bytes_since_kept: int = 0
     served: float = 0.0
+    kept_file: str = ""
+    """The state file in the ledger."""
     hole_s: float | None = None
 
     @property
@@ -101,9 +103,9 @@ class ModelQueue:
 class Training:
     """Queues and runs the training requests.
 
-    Life: restore() -> submit() any number of times, while run() serves -> the process ends.
-    Waits: run() for a request that is next in its model, then for the trainer; a request for
-        its number, at most HOLE_S after a newer one; callers in wait_done().
+    Life: restore() -> submit() any number of times, while serve() runs -> the process ends.
+    Waits: serve() for a request that is next in its model, then for the trainer; a request
+        for the number before it, at most HOLE_S; callers in answer_of().
     Dies anywhere: accepted requests are in the ledger. Those without an answer run again,
         after the trainer has the state that all answered ones have made.
     Invariant: requests of a model run in the order of their numbers, each with one effect.
@@ -150,7 +152,7 @@ class Training:
     async def restore(self, models: Sequence[Model]) -> None:
         """Take up the models of an earlier process."""
         for row in models:
-            run = self.runs[row.id] = ModelQueue(row)
+            run = self.runs[row.id] = ModelQueue(row, kept_file=row.state_file)
             for request in await self._ledger.find(Request, model_id=row.id):
                 if request.answer is None:
                     run.waiting[request.seq] = request
@@ -178,8 +180,7 @@ class Training:
         if known is not None:
             return
         if run is not None and request.seq < run.row.next_seq:
-            late = f"request {request.seq} came after later ones had given up waiting for it"
-            answer = Result.error(late).answer
+            answer = Result.error(f"request {request.seq} ran before").answer
             await self._ledger.put(changed(request, answer=answer, form="error"))
             return
         await self._ledger.put(request, *filter(None, [model]))
@@ -210,8 +211,7 @@ class Training:
         found = await self._ledger.first(Request, model_id=model_id, seq=seq)
         if found is None or found.answer is None:
             raise KeyError(f"{model_id}:{seq}")
-        if not found.read_s:
-            self._ledger.put_soon(changed(found, read_s=time.time()))
+        self._ledger.note_read(model_id, seq)
         return found
 
     def why_waiting(self, model_id: str, seq: int) -> str:
@@ -263,7 +263,7 @@ class Training:
     # ---- the worker
 
     async def serve(self) -> None:
-        """ModelQueue requests for ever."""
+        """Run requests for ever."""
         while True:
             run = self._next()
             if run is None:
@@ -287,19 +287,24 @@ class Training:
                     await self._give_up(run)
 
     async def _give_up(self, run: ModelQueue) -> None:
-        missing = run.row.next_seq
+        """Fail the waiting requests, and the missing ones as parts of a gradient."""
+        first = run.row.next_seq
         text = (
-            f"request {missing} of this model never came, and requests run in the order of their "
+            f"request {first} of this model never came, and requests run in the order of their "
             f"numbers; this one waited {HOLE_S:g} s. Send the work again."
         )
         answer = Result.error(text).answer
-        failed = [
-            changed(one, answer=answer, form="error") for one in run.waiting.values()
-        ]
-        run.failed = missing
-        run.row = changed(run.row, next_seq=max(run.waiting) + 1)
+        failed = list[Request]()
+        for seq in range(first, max(run.waiting) + 1):
+            missing = Request(run.row.id, seq, "forward_backward", b"")
+            one = run.waiting.get(seq, missing)
+            failed.append(changed(one, answer=answer, form="error"))
+        run.row = changed(run.row, next_seq=failed[-1].seq + 1)
+        # The trainer's state is made again, from what the ledger says now.
+        await self._close(run)
         await self._ledger.put(run.row, *failed)
-        run.waiting.clear()
+        for one in failed:
+            run.waiting.pop(one.seq, None)
         self.changed.notify()
 
     def _next(self) -> ModelQueue | None:
@@ -335,10 +340,9 @@ class Training:
 
     async def _finish(self, run: ModelQueue, request: Request, result: Result) -> None:
         """Write the answer and the run's new state, all at once."""
+        old_file = run.kept_file
         run.row = changed(run.row, next_seq=request.seq + 1, used_s=time.time())
-        old_file = run.row.state_file
-        if request.kind in ("optim_step", "load_weights") and result.form == "json":
-            await self._keep(run, request)
+        run.kept_file = run.row.state_file
         run.bytes_since_kept += len(request.body)
         done = changed(
             request,
@@ -347,28 +351,20 @@ class Training:
             masked={str(key): value for key, value in result.masked.items()},
         )
         await self._ledger.put(done, run.row, *result.rows)
-        if old_file and run.row.state_file != old_file:
+        if old_file not in ("", run.kept_file):
             (self._folder / old_file).unlink(missing_ok=True)
         run.waiting.pop(request.seq, None)
         self._time = max(self._time, run.served)
         self.changed.notify()
 
-    async def _keep(self, run: ModelQueue, request: Request) -> None:
-        """Write a state file if it is due. After a step there is no gradient, so it is the
-        whole state.
+    async def _keep(self, run: ModelQueue, row: Model, request: Request) -> Model:
+        """Write a state file, which is the whole state: there is no gradient. Return the
+        row that names it.
         """
-        run.num_since_kept += 1
-        # The loaded file may be deleted.
-        is_due = request.kind == "load_weights" or run.num_since_kept >= KEEP_STEPS
-        if not is_due and run.bytes_since_kept < KEEP_BYTES:
-            return
         file = f"{STATES}/{secrets.token_hex(8)}.safetensors"
-        try:
-            await self._trainer.save(run.row.id, self._folder / file, True)
-        except CallLost:
-            return  # the next one is due at once
-        run.row = changed(run.row, kept_seq=request.seq, state_file=file)
+        await self._trainer.save(row.id, self._folder / file, True)
         run.num_since_kept = run.bytes_since_kept = 0
+        return changed(row, kept_seq=request.seq, state_file=file)
 
     async def _open(self, run: ModelQueue) -> None:
         """Give the trainer the state that all answered requests have made."""
@@ -452,10 +448,17 @@ class Training:
         except CallLost:
             run.ages = ages
             raise
-        except CallRefused:
+        except (UserError, CallRefused):
             await self._trainer.drop_gradient(run.row.id)
             raise
-        run.row = changed(run.row, version=run.row.version + 1)
+        row = changed(run.row, version=run.row.version + 1)
+        run.num_since_kept += 1
+        is_due = run.num_since_kept >= KEEP_STEPS
+        if is_due or run.bytes_since_kept >= KEEP_BYTES:
+            # The step counts even if its state is lost now: it will be repeated.
+            with contextlib.suppress(CallLost, CallRefused):
+                row = await self._keep(run, row, request)
+        run.row = row
         return Result.of({"metrics": {**metrics, **ages.metrics}})
 
     async def _save_weights(self, run: ModelQueue, request: Request) -> Result:
@@ -515,8 +518,14 @@ class Training:
             await self._create(run, request)
         path = self._folder / found.file
         await self._trainer.load(row.id, path, asked.optimizer)
+        # The loaded file may be deleted, so a repetition must not need it.
+        try:
+            kept = changed(row, version=row.version + 1)
+            run.row = await self._keep(run, kept, request)
+        except CallRefused:
+            await self._close(run)
+            raise
         run.failed, run.ages = None, Ages()
-        run.row = changed(row, version=row.version + 1)
         return Result.of(
             {"type": "load_weights", "path": asked.path, "model_id": row.id}
         )
