@@ -117,7 +117,6 @@ class Routes:
         self._sampling = sampling
         self._seen_s = dict[str, float]()
         """Last heartbeat of each open session."""
-        self._samplers = dict[str, rows.Sampler]()
 
     async def restore(self) -> None:
         """Take up the sessions and models of an earlier process."""
@@ -448,13 +447,10 @@ class Routes:
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def _known_sampler(self, owner: str, sampler_id: str | None) -> rows.Sampler:
-        known = self._samplers.get(sampler_id or "")
-        if known is None:
-            known = await self._ledger.first(rows.Sampler, id=sampler_id)
+        known = await self._ledger.first(rows.Sampler, id=sampler_id)
         if known is None or known.owner != owner:
             raise UserError(f"this key has no sampler {sampler_id!r}", 404)
-        self._samplers[known.id] = known
-        self._seen_s[known.session_id] = clock()
+        await self._session(owner, known.session_id)
         return known
 
     async def _asample(self, owner: str, request: Request) -> Any:

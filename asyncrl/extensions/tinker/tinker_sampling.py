@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from asyncrl.base.errors import AdapterMissing, EngineLost, RequestRefused
+from asyncrl.base.errors import AdapterMissing, EngineError, EngineLost, RequestRefused
 from asyncrl.base.waits import Signal, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
@@ -152,17 +152,23 @@ class EngineAdapters:
                 )
             )
         version, digest = weights.version, weights.digest
-        await server.prepare(
-            ExportResponse(
-                adapter=name,
-                version=version,
-                digest=digest,
-                num_tensors=weights.num_tensors,
-                num_bytes=weights.num_bytes,
-                path=str(self._folder / weights.sampler_file),
-            )
+        manifest = ExportResponse(
+            adapter=name,
+            version=version,
+            digest=digest,
+            num_tensors=weights.num_tensors,
+            num_bytes=weights.num_bytes,
+            path=str(self._folder / weights.sampler_file),
         )
-        await server.commit(version, digest, "keep", name)
+        try:
+            await server.prepare(manifest)
+            await server.commit(version, digest, "keep", name)
+        except EngineError:
+            # The next request opens it again.
+            loaded.pop(name, None)
+            with contextlib.suppress(EngineError):
+                await server.drop_adapter(name)
+            raise
         loaded[name] = version
 
 
