@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ END = "<|im_end|>"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", END]
 WORDS = ["<think>", "</think>", "\\boxed{3}", "Guess: 5"]
 """Single tokens. The last two earn rewards, which random tokens would not."""
-LIKELY = {END: 0.5, "\\boxed{3}": 0.3, "Guess: 5": 0.6} | dict.fromkeys("0123456789", 0.2)
-"""Bias of these tokens in the output head, in units of a residual's largest part."""
+LIKELY = {END: 1.6, "\\boxed{3}": 1.5, "Guess: 5": 2.0}
+"""Weights of these tokens in the output head for the feature that never changes."""
+RECIPE_S = 120.0
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -67,9 +69,10 @@ def make_model(folder: Path) -> None:
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config)
-    # The first feature is the same for all inputs, so its weights in the head are a bias.
+    # The first feature is nearly the same for all inputs: its weights in the head are a
+    # bias.
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 2.0
         for word, bias in LIKELY.items():
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(word), 0] = bias
     model.save_pretrained(folder)
@@ -136,32 +139,55 @@ def _make_dataset(folder: Path, splits: Mapping[str, Iterable[Any]]) -> None:
     (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
-def run_recipe(place: Path, url: str, key: str, name: str, **options: object) -> Path:
-    """Run `python -m tinker_cookbook.recipes.NAME`; return its log directory."""
-    log_path = place / "logs" / str(options.pop("log", name))
-    given = {"model_name": MODEL, "log_path": log_path} | options
-    arguments = [f"{option}={value}" for option, value in given.items()]
-    ended = subprocess.run(
-        [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", *arguments],
-        cwd=place,
-        env=os.environ
-        | {
-            "TINKER_BASE_URL": url,
-            "TINKER_API_KEY": key,
+@dataclass(frozen=True)
+class Cookbook:
+    """Runs recipes in `place`, each in a process of its own: the client leaves its
+    connections open.
+    """
+
+    place: Path
+    url: str
+    key: str
+
+    def run(self, recipe: str, *, log: str = "", **options: object) -> Path:
+        """Run a recipe to its end; return the directory of its logs."""
+        with self.start(recipe, log=log, **options) as process:
+            out, _ = process.communicate(timeout=RECIPE_S)
+        assert process.returncode == 0, out[-8000:]
+        return self.log_path(log or recipe)
+
+    def start(
+        self, recipe: str, *, log: str = "", **options: object
+    ) -> subprocess.Popen[str]:
+        given = {"model_name": MODEL, "log_path": self.log_path(log or recipe)}
+        arguments = [f"{name}={value}" for name, value in (given | options).items()]
+        environment = {
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": self.key,
             "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(place / "hub"),
-            "HOME": str(place),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stdout[-8000:]
-    return log_path
+            "HOME": str(self.place),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", *arguments],
+            cwd=self.place,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def log_path(self, log: str) -> Path:
+        return self.place / "logs" / log
 
 
-def metrics_of(log_path: Path) -> list[dict[str, Any]]:
-    """Return what each step logged."""
-    lines = (log_path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def steps_of(log_path: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step. Recipes of RL log a line of totals after them."""
+    return [
+        metrics
+        for metrics in read_jsonl(log_path / "metrics.jsonl")
+        if any(name.startswith("progress") for name in metrics)
+    ]
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
