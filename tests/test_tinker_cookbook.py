@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-for package in ("tinker", "tinker_cookbook", "pylatexenc"):
-    pytest.importorskip(package)
+pytest.importorskip("tinker")
+pytest.importorskip("tinker_cookbook")
+pytest.importorskip("pylatexenc")  # of recipes of math
 
 from tinker_recipes import MODEL, Cookbook, make_place, read_jsonl, steps_of
 from tinker_served import served
@@ -83,7 +84,7 @@ def test_rl_loop_trains_with_its_default_loss(cookbook: Cookbook) -> None:
 
 
 @pytest.mark.parametrize("loss_fn", ["stable_reinforce", "ppo"])
-def test_async_run_tells_the_age_of_its_tokens(
+def test_async_run_reports_the_age_of_its_tokens(
     cookbook: Cookbook, loss_fn: str
 ) -> None:
     log_path = cookbook.run(
@@ -184,5 +185,5 @@ def test_killed_run_resumes_where_it_was_saved(cookbook: Cookbook) -> None:
     assert [metrics["step"] for metrics in resumed] == [start, start + 1]
     for metrics in resumed:
         check_kl(metrics)
-        # The optimizer goes on, too.
+        # The server counts on from the saved number of optimizer steps.
         assert metrics["num_steps:max"] == metrics["step"] + 1

@@ -141,7 +141,7 @@ def _make_dataset(folder: Path, splits: Mapping[str, Iterable[Any]]) -> None:
 
 @dataclass(frozen=True)
 class Cookbook:
-    """Runs recipes in `place`, each in a process of its own: the client leaves its
+    """Runs recipes in `place`. Each has its own process: the client leaves its
     connections open.
     """
 
