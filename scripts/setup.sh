@@ -76,6 +76,9 @@ if command -v uv >/dev/null; then
 else # not compiled: that takes minutes, and most is never imported
     progress "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --progress-bar off -e ".[$extra]"
 fi
+if [ "$extra" = dev ]; then # without its dependencies: some of them are for other models only
+    progress "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --no-deps 'tinker-cookbook>=0.6'
+fi
 say "compiling what a run imports"
 progress env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" scripts/import_run.py
 echo "$stamp $extra" >"$venv/.setup-stamp"

@@ -95,13 +95,19 @@ def test_two_tenants_get_what_each_gets_alone(server: Served) -> None:
         check_same((server.run_dir, first), (server.run_dir, told(second)))
 
 
+@pytest.fixture(scope="module")
+def expected(server: Served) -> str:
+    return told(script(server.url, 1, "ann", 20))
+
+
 @pytest.mark.parametrize("victim", ["", "trainer_process", "asyncrl_servers.embedded"])
-def test_kill_changes_nothing(server: Served, tmp_path: Path, victim: str) -> None:
+def test_kill_changes_nothing(
+    server: Served, expected: str, tmp_path: Path, victim: str
+) -> None:
     """kill -9 of the server, its trainer or its engine in the middle of a script."""
-    expected = told(script(server.url, 1, "ann", 30))
     port = free_port()
     with served(tmp_path / "run", port=port) as first:
-        client = script(first.url, 1, "ann", 30)
+        client = script(first.url, 1, "ann", 20)
         with pytest.raises(subprocess.TimeoutExpired):
             client.wait(random.Random(victim).uniform(5, 7))
         first.kill(victim)
