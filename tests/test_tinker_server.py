@@ -95,26 +95,31 @@ def test_two_tenants_get_what_each_gets_alone(server: Served) -> None:
         check_same((server.run_dir, first), (server.run_dir, told(second)))
 
 
+TENANTS = ((1, "ann", 20), (0, "bob", 13))
+"""Their models have other ranks, and other versions at any time."""
+
+
 @pytest.fixture(scope="module")
-def expected(server: Served) -> str:
-    return told(script(server.url, 1, "ann", 20))
+def expected(server: Served) -> list[str]:
+    return [told(script(server.url, *one)) for one in TENANTS]
 
 
 @pytest.mark.parametrize("victim", ["", "trainer_process", "asyncrl_servers.embedded"])
 def test_kill_changes_nothing(
-    server: Served, expected: str, tmp_path: Path, victim: str
+    server: Served, expected: list[str], tmp_path: Path, victim: str
 ) -> None:
-    """kill -9 of the server, its trainer or its engine in the middle of a script."""
+    """kill -9 of the server, its trainer or its engine while two tenants train."""
     port = free_port()
     with served(tmp_path / "run", port=port) as first:
-        client = script(first.url, 1, "ann", 20)
+        clients = [script(first.url, *one) for one in TENANTS]
         with pytest.raises(subprocess.TimeoutExpired):
-            client.wait(random.Random(victim).uniform(5, 7))
+            clients[1].wait(random.Random(victim).uniform(5, 7))
         first.kill(victim)
         if victim:
-            found = told(client)
+            found = [told(client) for client in clients]
         else:
             with served(tmp_path / "run", port=port) as second:
-                found = told(client)
+                found = [told(client) for client in clients]
                 assert second.process.poll() is None
-    check_same((server.run_dir, expected), (tmp_path / "run", found))
+    for one, other in zip(expected, found, strict=True):
+        check_same((server.run_dir, one), (tmp_path / "run", other))

@@ -285,11 +285,20 @@ def story_fault_of_a_training_request_is_in_its_future(server: Server) -> None:
     assert status == 200
     assert answer["category"] == "user"
     assert "dimuon" in answer["error"]
-    status, made = post(
-        server, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}
-    )
-    answer = result(server, made["request_id"])[1]
-    assert "gradient" in answer["error"]
+    for seq, path, more, said in (
+        (2, "optim_step", {"adam_params": {}}, "gradient"),
+        (3, "optim_step", {"adam_params": {"learning_rate": "x"}}, "learning_rate"),
+        (4, "save_weights", {"path": "a/b"}, "a/b"),
+        (5, "load_weights", {"path": "x", "optimizer": True}, "tinker://"),
+        (6, "save_weights_external", {"path": "x"}, "external"),
+    ):
+        body = {"model_id": model, "seq_id": seq, **more}
+        status, made = post(server, path, body)
+        assert status == 200
+        status, answer = result(server, made["request_id"])
+        assert status == 200
+        assert answer["category"] == "user"
+        assert said in answer["error"]
 
 
 def story_failed_part_takes_the_step_with_it(server: Server) -> None:

@@ -55,12 +55,12 @@ POLL_S = 20.0
 SESSION_S = 600.0
 """A session without a heartbeat ends after this time."""
 MAX_BODY_BYTES = 2**26
-PLAIN = {
-    "optim_step": types.OptimStepRequest,
-    "save_weights": types.SaveWeightsRequest,
-    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
-    "save_weights_external": types.SaveWeightsExternalRequest,
-}
+PLAIN = (
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+)
 """Requests that only their model's queue reads."""
 PART_OF: Mapping[str, Part] = {
     "train_attn": "attn",
@@ -299,9 +299,9 @@ class Routes:
 
     async def _load_weights(self, owner: str, request: Request) -> Any:
         body = await request.body()
+        if "model_id" in read_object(body):
+            return await self._train("load_weights", owner, request)
         asked = read(types.LoadWeightsRequest, body)
-        if asked.session_id is None:
-            return await self._accept(owner, asked, "load_weights", body)
         self._served.check(asked.base_model)
         found = await checkpoint_of(self._ledger, asked.path, owner)
         # A is loaded, so the seed has no effect.
@@ -333,9 +333,9 @@ class Routes:
         await self._training.submit(rows.Request(model_id, 0, kind, body), model)
         return {"request_id": f"{model_id}:0", "model_id": model_id}
 
-    async def _model(self, owner: str, model_id: str | None) -> rows.Model:
+    async def _model(self, owner: str, model_id: Any) -> rows.Model:
         """Return a model of an open session. Raises UserError."""
-        found = await self._ledger.first(rows.Model, id=model_id)
+        found = await self._ledger.first(rows.Model, id=str(model_id))
         if found is None or found.owner != owner:
             raise UserError(f"this key has no model {model_id!r}", 404)
         if found.id not in self._training.runs:
@@ -365,18 +365,23 @@ class Routes:
     async def _forward_backward(self, owner: str, request: Request) -> Any:
         body = await request.body()
         asked = pb.ForwardBackwardRequest.FromString(body)
-        return await self._accept(owner, asked, "forward_backward", body)
+        place = asked.model_id, asked.seq_id
+        return await self._accept(owner, *place, "forward_backward", body)
 
     async def _train(self, kind: str, owner: str, request: Request) -> Any:
         body = await request.body()
-        return await self._accept(owner, read(PLAIN[kind], body), kind, body)
+        values = read_object(body)
+        place = values.get("model_id"), values.get("seq_id")
+        return await self._accept(owner, *place, kind, body)
 
-    async def _accept(self, owner: str, asked: Any, kind: str, body: bytes) -> Any:
+    async def _accept(
+        self, owner: str, model_id: Any, seq: Any, kind: str, body: bytes
+    ) -> Any:
         """Accept a training request. Once its model and number are known, its future
         reports every fault: the client never sends a refused number again.
         """
-        model, seq = await self._model(owner, asked.model_id), asked.seq_id
-        if not isinstance(seq, int) or not 0 < seq < 2**31:
+        model = await self._model(owner, model_id)
+        if type(seq) is not int or not 0 < seq < 2**31:
             raise UserError(f"seq_id={seq!r} is not a number from 1 to 2**31", 422)
         run = self._training.runs[model.id]
         if len(run.waiting) >= self._limits.max_futures and seq not in run.waiting:
