@@ -81,6 +81,7 @@ SECONDS = {
     "test_job_vllm.py": 150,
     "test_packaging.py": 150,
     "test_pairs.py": 150,
+    "test_tinker_cookbook.py": 150,
     "test_job_faults.py": 140,
     "test_engines_vllm_lora.py": 110,
     "test_servers_asleep.py": 100,

@@ -152,7 +152,10 @@ class Cookbook:
     def run(self, recipe: str, *, log: str = "", **options: object) -> Path:
         """Run a recipe to its end; return the directory of its logs."""
         with self.start(recipe, log=log, **options) as process:
-            out, _ = process.communicate(timeout=RECIPE_S)
+            try:
+                out, _ = process.communicate(timeout=RECIPE_S)
+            finally:
+                process.kill()  # it waits for a lost server for five minutes
         assert process.returncode == 0, out[-8000:]
         return self.log_path(log or recipe)
 
