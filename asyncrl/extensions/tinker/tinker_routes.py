@@ -283,11 +283,10 @@ class Routes:
         self._served.check(asked.base_model)
         lora = asked.lora_config or types.LoraConfig(rank=32)
         parts = [part for key, part in PART_OF.items() if getattr(lora, key)]
-        if not parts or not 1 <= lora.rank <= self._served.max_rank:
-            raise UserError(
-                f"rank {lora.rank} of {parts or 'no part'}: the rank is 1 to {self._served.max_rank}, and a "
-                "part is trained"
-            )
+        if not parts:
+            raise UserError("no part of the model is trained")
+        if not 1 <= lora.rank <= self._served.max_rank:
+            raise UserError(f"rank {lora.rank} is not 1 to {self._served.max_rank}")
         if asked.optimizer_config.type != "adamw":
             raise UserError(
                 NOT_SERVED.format(f"optimizer {asked.optimizer_config.type!r}")

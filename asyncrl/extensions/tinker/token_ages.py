@@ -36,10 +36,12 @@ class Ages:
     num: int = 0
     total: int = 0
     highest: int = 0
+    is_known: bool = False
+    """Whether the client named the samples."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        if not self.num and not self.num_masked:
+        if not self.is_known:
             return {}
         return {
             "staleness:max": float(self.highest),
@@ -54,6 +56,7 @@ class Ages:
             self.num + other.num,
             self.total + other.total,
             max(self.highest, other.highest),
+            self.is_known or other.is_known,
         )
 
 
@@ -130,6 +133,7 @@ class AgeRule:
             len(trained),
             int(trained.sum()),
             int(trained.max(initial=0)),
+            is_known=True,
         )
 
     async def _sequences(self, asked: Any, model: Model) -> Mapping[str, IntT]:
