@@ -43,7 +43,7 @@ def serve_tinker(
       asyncrl serve tinker configs/tinker.yaml --key ann=tml-secret-1 --key bob=tml-secret-2
       asyncrl serve tinker configs/tinker.yaml model.scratch=none model.path=Qwen/Qwen3-0.6B
     """
-    with needing("tinker", "asyncrl serve tinker"):
+    with needing("tinker", "the Tinker server"):
         from asyncrl.extensions.tinker.serve_tinker import serve
 
     raise SystemExit(serve(config, overrides or [], key or [], run_dir))
