@@ -390,6 +390,8 @@ def story_old_tokens_are_masked_and_told(server: Server) -> None:
         bound["on_overdue"] = "refuse"
         with pytest.raises(tinker.RequestFailedError, match="max_staleness"):
             training.forward_backward([known], "importance_sampling", bound).result()
+        bound = {"max_staleness": 0}
+        assert training.forward([one], "importance_sampling", bound).result().metrics
         with pytest.raises(tinker.RequestFailedError, match="no record"):
             training.forward_backward(
                 [one], "importance_sampling", {"max_staleness": 1}

@@ -102,6 +102,8 @@ class AgeRule:
         """Return the ages of a ForwardBackwardRequest's tokens. Raises UserError for
         tokens above the bound, or without a record that is needed.
         """
+        if asked.forward_only:  # trains nothing
+            return Ages()
         bound = Bound.of(asked, self._default)
         needs_record = asked.loss_fn == "stable_reinforce"
         if bound.most is None and not needs_record and not _has_spans(asked):
