@@ -1,5 +1,6 @@
 """Write docs/configuration.md, its pages of sections and configs/asyncrl.schema.json
-from the config models, and docs/metrics.md from observe/metrics.csv.
+from the config models, docs/metrics.md from observe/metrics.csv, and docs/tinker-requests.md
+from the extension's requests.csv.
 
 python scripts/reference_pages.py            write them
 python scripts/reference_pages.py --check    exit with 1 if one is out of date
@@ -8,6 +9,7 @@ python scripts/reference_pages.py --check    exit with 1 if one is out of date
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from pathlib import Path
 
@@ -55,6 +57,19 @@ The journal gives the exact counts of tokens and groups. Other counts of the who
 done: after a kill, repeated work counts again, and counts since the last step are lost.
 
 <div class="key-filter"></div>
+"""
+
+TINKER_REQUESTS = ROOT / "asyncrl/extensions/tinker/requests.csv"
+TINKER_HEAD = """\
+# Requests of the Tinker API
+
+<!-- Made by scripts/reference_pages.py from asyncrl/extensions/tinker/requests.csv: change it there. -->
+
+Each request of package `tinker` and its state in [`asyncrl serve tinker`](tinker.md). A refused request gets a sentence. Routes that list, publish, expire and delete runs
+and checkpoints, and `healthz` and `get_server_capabilities`, are supported, too.
+
+request|state|note
+---|---|---
 """
 
 
@@ -106,10 +121,20 @@ def metrics_page() -> str:
     return "".join(parts)
 
 
+def tinker_page() -> dict[str, str]:
+    """Return docs/tinker-requests.md, nothing without the extension."""
+    if not TINKER_REQUESTS.exists():
+        return {}
+    with TINKER_REQUESTS.open(encoding="utf-8", newline="") as file:
+        _, *rows = csv.reader(file)
+    lines = [f"`{name}`|{state}|{note}\n" for name, state, note in rows]
+    return {"docs/tinker-requests.md": TINKER_HEAD + "".join(lines)}
+
+
 def main() -> int:
     """Return 1 if a file is out of date."""
     parser = argparse.ArgumentParser(
-        description="Write docs/configuration*, the schema, and docs/metrics.md."
+        description="Write docs/configuration*, the schema, and other pages of reference."
     )
     parser.add_argument(
         "--check",
@@ -121,6 +146,7 @@ def main() -> int:
         **config_pages(),
         "configs/asyncrl.schema.json": schema_text(),
         "docs/metrics.md": metrics_page(),
+        **tinker_page(),
     }
     for path in (ROOT / "docs/configuration").glob("*.md"):
         if f"docs/configuration/{path.name}" not in texts and not is_check:

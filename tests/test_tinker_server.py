@@ -61,6 +61,7 @@ def told(process: subprocess.Popen[str]) -> str:
         "old_tokens_are_masked_and_told",
         "custom_loss_is_a_weighted_cross_entropy",
         "nonsense_gives_no_server_error",
+        "refused_requests_get_a_sentence",
     ],
 )
 def test_clients_story(server: Served, name: str) -> None:

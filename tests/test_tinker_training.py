@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import csv
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -18,6 +19,7 @@ pytest.importorskip("tinker")
 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.base.errors import ErrorBody
@@ -248,6 +250,16 @@ def test_each_request_has_one_effect(
     with TemporaryDirectory() as folder:
         assert asyncio.run(life(Path(folder))) == expected_weights(kinds)
     assert set(answers) == set(range(1, len(kinds) + 1))
+
+
+def test_each_request_of_the_package_has_a_row() -> None:
+    table = Path(module.__file__).with_name("requests.csv")
+    with table.open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    known = {name for name in dir(types) if name.endswith("Request")}
+    assert {row["request"] for row in rows} == known
+    states = {"supported", "translated", "refused"}
+    assert {row["state"] for row in rows} == states
 
 
 def test_missing_number_fails_those_behind_it(

@@ -494,6 +494,13 @@ def story_nonsense_gives_no_server_error(server: Server) -> None:
         assert step(trained(client)) > 0
 
 
+def story_refused_requests_get_a_sentence(server: Server) -> None:
+    for path in ("copy_weights", "create_custom_loss", "billing/usage", "nonsense"):
+        status, answer = post(server, path, {})
+        assert status == 400
+        assert path in answer["detail"]
+
+
 def story_script(server: Server, seed: str, owner: str, num_steps: str) -> None:
     """Print what a script sees."""
     with server.client(owner) as client:

@@ -68,7 +68,9 @@ PART_OF: Mapping[str, Part] = {
     "train_unembed": "unembed",
 }
 KIND_OF = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler"}
-NOT_SERVED = "this server has no {}; docs/tinker.md lists what it supports"
+NOT_SERVED = (
+    "this server has no {}; docs/tinker-requests.md lists the supported requests"
+)
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,12 @@ class Routes:
         for method, path, handler in routes:
             route = f"/api/v1/{path}"
             app.add_route(route, self._called(handler), methods=[method], name=path)
+        every = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+        app.add_route("/{path:path}", self._called(self._refuse), methods=every)
         return app
+
+    async def _refuse(self, _: str, request: Request) -> Any:
+        raise UserError(NOT_SERVED.format(request.url.path))
 
     def _called(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
