@@ -12,7 +12,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from asyncrl.agents.endpoint.gateway import AppServer
-from asyncrl.base.errors import ConfigError, EngineLost, TrainerLost
+from asyncrl.base.errors import ConfigError, TrainerLost
 from asyncrl.base.files import new_staging_dir, remove_staging_dir
 from asyncrl.base.user_code import run_loop
 from asyncrl.config.load import load_job, name_of_config
@@ -20,7 +20,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.extensions.tinker.ledger import Ledger
 from asyncrl.extensions.tinker.tinker_config import TinkerConfig
-from asyncrl.extensions.tinker.tinker_routes import KeyLimits, Routes, Served
+from asyncrl.extensions.tinker.tinker_routes import Routes, Served
 from asyncrl.extensions.tinker.tinker_sampling import EngineAdapters, Sampling
 from asyncrl.extensions.tinker.token_ages import AgeRule, Bound
 from asyncrl.extensions.tinker.trainer_calls import Part, TinkerTrainer
@@ -94,7 +94,7 @@ async def _live(
     lifecycle.stack.callback(remove_staging_dir, staging_dir)
     await factory.hold(staging_dir)
     supervisors = dict[str, Supervisor]()
-    factory.on_lost = lambda lost: _lost(lost, supervisors)
+    factory.on_lost = lambda lost: supervisors[lost.component].lost_nowait(lost)
     (rank,) = factory.trainers(staging_dir, "asyncrl.extensions.tinker.trainer_process")
     made = factory.engines()
     clients = [as_engine(one.client) for one in made]
@@ -118,8 +118,7 @@ async def _live(
     served = Served(
         config.names, model_path, architecture, length, config.tinker.max_rank
     )
-    limits = KeyLimits(config.tinker.max_adapters, config.tinker.max_futures)
-    routes = Routes(keys, served, limits, ledger, training, sampling)
+    routes = Routes(keys, served, config.tinker, ledger, training, sampling)
     await routes.restore()
 
     supervision = lifecycle.supervision(lambda *_: None)
@@ -189,10 +188,6 @@ async def _layers(trainer: TinkerTrainer, part: Part) -> Sequence[str]:
     opened_one = await trainer.open(name, 1, 0, [part])
     await trainer.drop(name)
     return opened_one.targets
-
-
-def _lost(lost: EngineLost, supervisors: Mapping[str, Supervisor]) -> None:
-    supervisors[lost.component].lost_nowait(lost)
 
 
 def _engine_down(

@@ -19,6 +19,12 @@ from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import Tasks
 from asyncrl.config.trainer_config import LoraConfig, TrainerConfig
 
+USED = (
+    "compile deterministic gradient_checkpointing lora micro_batch_tokens roles threads "
+    "timeout_s world_size"
+).split()
+"""Settings of `trainer` that the server reads or refuses by their own sentence."""
+
 
 class ServerConfig(FrozenConfig):
     """The server for clients of the Tinker API (docs/tinker.md)."""
@@ -111,6 +117,9 @@ class TinkerConfig(JobConfig):
             yield f"rollout.engine={kind} has no logprobs of prompts; set rollout.engine=embedded"
         if self.trainer.world_size != 1:
             yield "a sharded trainer has one adapter; set trainer.world_size=1"
+        unused = [key for key in TrainerConfig.model_fields if key not in USED]
+        for key in self.trainer.given(*unused):
+            yield f"trainer.{key} has no effect on a Tinker server; remove it"
         for key in ("lora", "roles"):
             if getattr(self.trainer, key) is not None:
                 yield f"trainer.{key} is the clients' choice; remove it"

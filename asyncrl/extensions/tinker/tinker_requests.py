@@ -15,8 +15,6 @@ Form = TypeVar("Form", bound=BaseModel)
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MIN_TTL_S = 3600
 MAX_TTL_S = 10 * 365 * 86400
-SCALE = 32
-"""alpha of LoRA: B(A x) is multiplied by SCALE / rank, as the service does."""
 
 
 class UserError(Exception):

@@ -26,6 +26,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from asyncrl.base.waits import clock
 from asyncrl.extensions.tinker import ledger as rows
 from asyncrl.extensions.tinker.ledger import Ledger, changed
+from asyncrl.extensions.tinker.tinker_config import ServerConfig
 from asyncrl.extensions.tinker.tinker_requests import (
     UserError,
     check_ttl,
@@ -74,14 +75,6 @@ NOT_SERVED = (
 
 
 @dataclass(frozen=True)
-class KeyLimits:
-    """Of one key."""
-
-    max_adapters: int
-    max_futures: int
-
-
-@dataclass(frozen=True)
 class Served:
     """The base model. `names`: its names in requests."""
 
@@ -106,7 +99,7 @@ class Routes:
         self,
         keys: Mapping[str, str],
         served: Served,
-        limits: KeyLimits,
+        limits: ServerConfig,
         ledger: Ledger,
         training: Training,
         sampling: Sampling,

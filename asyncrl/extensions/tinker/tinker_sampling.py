@@ -31,8 +31,8 @@ from asyncrl.extensions.tinker.ledger import (
     SampleRecord,
     SavedWeights,
 )
-from asyncrl.extensions.tinker.tinker_requests import SCALE, UserError
-from asyncrl.extensions.tinker.trainer_calls import Part
+from asyncrl.extensions.tinker.tinker_requests import UserError
+from asyncrl.extensions.tinker.trainer_calls import ALPHA, Part
 from asyncrl.messages.engine_api import (
     MAX_TOP_LOGPROBS,
     OpenAdapterRequest,
@@ -145,7 +145,7 @@ class EngineAdapters:
                 del loaded[other]
                 await server.drop_adapter(other)
             names = [one for part in weights.parts for one in self._layers[part]]
-            scale = SCALE / weights.rank
+            scale = ALPHA / weights.rank
             await server.open_adapter(
                 OpenAdapterRequest(
                     adapter=name, rank=weights.rank, scale=scale, targets=names
